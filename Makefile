@@ -1,0 +1,48 @@
+# Two commands do everything: `make demo` and `make test`. Each sets up .venv first, once.
+# Settings: GLM5LAB_ENV=gpu|cpu, GLM5LAB_PYTHON=PATH, VLLM_CPU_WHEEL=FILE-or-URL.
+PYTHON ?= python3
+BIN := .venv/bin
+NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitize.cfg
+
+.PHONY: help setup demo test test-all lab static notebooks clean
+
+help:
+	@echo "make setup     create .venv from environment.yml (GPU) or environment-cpu.yml"
+	@echo "make demo      set-up, then a GLM-5 GGUF file through every layer to a served answer"
+	@echo "make test      set-up, then ruff, mypy, pytest and the notebooks"
+	@echo "make test-all  the same with the slow tests"
+	@echo "make lab       set-up, then JupyterLab on notebooks/"
+	@echo "make clean     remove .venv and caches"
+
+setup:
+	@command -v $(PYTHON) >/dev/null || { echo "set-up: there is no $(PYTHON): apt-get install python3 python3-venv (or set PYTHON=...)" >&2; exit 1; }
+	@$(PYTHON) -m tools.setup_env
+
+demo: setup
+	@$(BIN)/glm5lab demo
+
+test: static
+	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory notebooks
+
+test-all: static
+	$(BIN)/python -m pytest -m "slow or not slow"
+	@$(MAKE) --no-print-directory notebooks
+
+static: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# JUPYTER_PREFER_ENV_PATH: .venv's kernel wins over one of the same name in the home folder.
+notebooks: setup
+	@if ls notebooks/*.ipynb >/dev/null 2>&1; then \
+	  JUPYTER_PREFER_ENV_PATH=1 $(BIN)/python -m pytest $(NBVAL) notebooks; \
+	else echo "notebooks/ holds no notebooks: nothing to run"; fi
+
+lab: setup
+	@JUPYTER_PREFER_ENV_PATH=1 $(BIN)/jupyter lab notebooks
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache glm5lab.egg-info
+	find glm5lab tests tools notebooks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

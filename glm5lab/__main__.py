@@ -1,0 +1,223 @@
+"""The command line: one command a layer, each calling one function of that layer.
+
+Every body imports what it calls, so that `glm5lab --help` loads neither torch nor vLLM nor pandas.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from glm5lab import __version__
+from glm5lab.errors import CheckError, Glm5labError
+
+app = typer.Typer(
+    name="glm5lab",
+    help="Run GLM-5 from GGUF files in vLLM, and prove every layer of it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+GgufFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="A GGUF file, any shard of a set, or its folder.")
+]
+Host = Annotated[str, typer.Option(help="Address to bind; 0.0.0.0 opens it to the network.")]
+Port = Annotated[int, typer.Option(help="Port to bind.", min=0, max=65535)]
+
+
+class Referee(StrEnum):
+    """Who the engine is compared with."""
+
+    HF = "hf"
+    LLAMA_CPP = "llama.cpp"
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Parse "8,16,40"; typer reports the error."""
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: write token counts such as 8,16,40,200") from None
+    if min(lengths) < 1:
+        raise typer.BadParameter(f"{text!r}: a prompt has at least 1 token")
+    return lengths
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"glm5lab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Run GLM-5 from GGUF files in vLLM, and prove every layer of it."""
+
+
+@app.command()
+def env() -> None:
+    """Layer 0: what this machine can run, and how to get what is missing."""
+    from glm5lab.env import format_report, report
+
+    typer.echo(format_report(report()))
+
+
+@app.command()
+def sample(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write.")],
+    kind: Annotated[
+        Literal["full", "share", "mtp"],
+        typer.Option(help="Every layer with an indexer, shared indices, or a draft layer."),
+    ] = "full",
+    types: Annotated[
+        Literal["f32", "f16", "q8_0", "mix"], typer.Option(help="Tensor types.")
+    ] = "f32",
+    shards: Annotated[int, typer.Option(help="Number of files.", min=1)] = 1,
+    metadata_first_shard: Annotated[
+        bool, typer.Option("--metadata-first-shard", help="First shard without tensors.")
+    ] = False,
+    hf: Annotated[
+        bool, typer.Option("--hf", help="The same weights as a safetensors folder in DIR/hf.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Write a tiny GLM-5 GGUF file with random weights; prints its (first) path."""
+    from glm5lab.gguf.sample import write_sample
+
+    first = write_sample(
+        folder,
+        kind=kind,
+        types=types,
+        shards=shards,
+        metadata_first_shard=metadata_first_shard,
+        hf=hf,
+        seed=seed,
+    )
+    typer.echo(first)
+
+
+@app.command()
+def inspect(file: GgufFile) -> None:
+    """Layer 1: every tensor, type and byte of the file."""
+    from glm5lab.views.tables import inspect_text
+
+    typer.echo(inspect_text(file))
+
+
+@app.command("map")
+def map_names(file: GgufFile) -> None:
+    """Layer 2: which vLLM parameter each tensor fills, and what is left over."""
+    from glm5lab.views.names import map_text
+
+    text, complete = map_text(file)
+    typer.echo(text)
+    if not complete:
+        raise typer.Exit(1)
+
+
+@app.command()
+def prepare(
+    file: GgufFile,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Default: the cache folder.")
+    ] = None,
+) -> None:
+    """Layer 2: write config and tokenizer from the file's metadata; prints the folder."""
+    from glm5lab.loading.prepare import prepare as write_folder
+
+    typer.echo(write_folder(file, folder))
+
+
+@app.command()
+def check(
+    file: GgufFile,
+    against: Annotated[
+        list[Referee] | None, typer.Option(help="Referee; repeat for more. Default: both.")
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Prompt lengths in tokens.")
+    ] = "8,16,40,200",
+) -> None:
+    """Layer 4: the engine's log-probabilities against HF transformers and llama.cpp."""
+    lengths = _lengths(prompts)
+    from glm5lab.check import run_check
+
+    report = run_check(file, against=[r.value for r in against or Referee], prompts=lengths)
+    typer.echo(report.format())
+    if not report.ok:
+        raise CheckError(f"{file}: the engine disagrees with a referee; see the rows above")
+
+
+@app.command()
+def serve(
+    file: GgufFile,
+    vllm_options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- VLLM OPTIONS]", help="Passed on to vLLM as they are."),
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+) -> None:
+    """Layer 5: an OpenAI endpoint over the file; Ctrl-C stops it."""
+    from glm5lab.serving.server import serve as run_server
+
+    run_server(file, host=host, port=port, options=vllm_options or [])
+
+
+@app.command()
+def demo(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Default: a tiny sample.")
+    ] = None,
+) -> None:
+    """All layers on one file, ending with a served answer."""
+    from glm5lab.demo import run_demo
+
+    run_demo(file)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Exit codes: 0 done; 1 a proof failed or an unexpected error; 2 unusable input or a mistyped
+    command; 130 interrupted. GLM5LAB_DEBUG=1 shows tracebacks.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="glm5lab")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if os.environ.get("GLM5LAB_DEBUG") == "1":
+            traceback.print_exc()
+        sys.exit(_report(error))
+
+
+def _report(error: Exception) -> int:
+    """One line on stderr; the exit code."""
+    if isinstance(error, Glm5labError):
+        print(f"glm5lab: {error}", file=sys.stderr)
+        return error.exit_code
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("glm5lab"):
+        fix = "`glm5lab env` says what is missing and how to get it"
+    else:
+        fix = "GLM5LAB_DEBUG=1 shows the traceback"
+    print(f"glm5lab: {text}; {fix}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

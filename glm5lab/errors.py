@@ -1,0 +1,36 @@
+"""Errors that the command line reports in one line instead of a traceback."""
+
+from pathlib import Path
+
+
+class Glm5labError(Exception):
+    """Base of every error that a user can act upon.
+
+    Attributes:
+        exit_code: what the command line exits with.
+    """
+
+    exit_code = 1
+
+
+class CheckError(Glm5labError):
+    """A proof failed: a layer's figures disagree with the referee's (exit code 1)."""
+
+
+class InputError(Glm5labError, ValueError):
+    """The input cannot be used (exit code 2).
+
+    Args:
+        file: the file or folder in question.
+        cause: what was found, and what was expected.
+        fix: what the user can do.
+    """
+
+    exit_code = 2
+
+    def __init__(self, file: str | Path, cause: str, fix: str) -> None:
+        super().__init__(f"{file}: {cause}; {fix}")
+        self.file, self.cause, self.fix = str(file), cause, fix
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.file, self.cause, self.fix)
