@@ -1,0 +1,61 @@
+"""Which quantization type each tensor of a sample has."""
+
+TYPES = ("f32", "f16", "q8_0", "mix")
+F32, F16, Q4_0, Q5_0, Q5_1, Q8_0 = 0, 1, 2, 6, 7, 8
+Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 12, 13, 14, 20, 23
+BLOCK = {F32: 1, F16: 1, Q4_0: 32, Q5_0: 32, Q5_1: 32, Q8_0: 32, IQ4_NL: 32}
+K_BLOCK = 256
+
+# llama-quantize's choice where rows hold no block of 256 (attn_k_b has rows of 192).
+FALLBACK = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, IQ4_XS: IQ4_NL}
+
+# A file as llama-quantize and publishers mix them: types differ inside the layers that vLLM
+# fuses (q_a and kv_a, gate and up, wk and weights_proj), and from layer to layer.
+MIX = {
+    "token_embd": (Q4_K,),
+    "output": (Q6_K,),
+    "attn_q_a": (Q8_0,),
+    "attn_q_b": (Q4_K,),
+    "attn_kv_a_mqa": (Q6_K,),
+    "attn_k_b": (Q4_K,),
+    "attn_v_b": (Q5_K,),
+    "attn_output": (Q5_K, Q4_K),
+    "indexer.attn_q_b": (Q5_K,),
+    "indexer.attn_k": (Q8_0,),
+    "indexer.proj": (Q4_K,),
+    "ffn_gate": (Q4_K,),
+    "ffn_up": (Q6_K,),
+    "ffn_down": (Q6_K,),
+    "ffn_gate_exps": (Q4_K, IQ4_XS),
+    "ffn_up_exps": (Q4_K, Q5_K),
+    "ffn_down_exps": (Q6_K, Q4_K),
+    "ffn_gate_shexp": (Q8_0,),
+    "ffn_up_shexp": (Q5_K,),
+    "ffn_down_shexp": (Q8_0, Q6_K),
+}
+UNIFORM = {"f32": F32, "f16": F16, "q8_0": Q8_0}
+# llama.cpp keeps these F32 in every file: routing and norms are sensitive and small.
+ALWAYS_F32 = ("ffn_gate_inp", "exp_probs_b")
+
+
+def tensor_type(name: str, shape: tuple[int, ...], types: str) -> int:
+    """GGML type number of one tensor.
+
+    Args:
+        name: GGUF name.
+        shape: torch order.
+        types: one of TYPES.
+    """
+    parts = name.split(".")
+    layer = int(parts[1]) if parts[0] == "blk" else 0
+    role = ".".join(parts[2:-1] if parts[0] == "blk" else parts[:-1])
+    if len(shape) < 2 or role in ALWAYS_F32:
+        return F32
+    if types != "mix":
+        # The converter keeps the indexer's head weights F32; only llama-quantize changes them.
+        return F32 if role == "indexer.proj" else UNIFORM[types]
+    choice = MIX.get(role, (Q4_K,))
+    wanted = choice[layer % len(choice)]
+    if shape[-1] % BLOCK.get(wanted, K_BLOCK):
+        wanted = FALLBACK[wanted]
+    return wanted

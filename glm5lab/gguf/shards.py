@@ -1,0 +1,116 @@
+"""Which files belong to a GGUF model: NAME.gguf, or NAME-00001-of-00003.gguf and its sisters."""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from glm5lab.errors import InputError
+
+SHARD = re.compile(r"(?P<base>.*)-(?P<no>\d{5})-of-(?P<total>\d{5})\.gguf", re.IGNORECASE)
+MAX_LISTED = 8
+
+
+def find_shards(path: Path) -> tuple[Path, ...]:
+    """All files of the model that `path` names, the first shard first.
+
+    Args:
+        path: a single file, any shard of a set, or a folder that holds exactly one set.
+
+    Raises:
+        InputError: nothing there, several models in the folder, or shards missing.
+    """
+    path = path.expanduser()
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        if SHARD.fullmatch(path.name) and isinstance(error, FileNotFoundError):
+            sisters = _sisters(path)
+            if any(os.path.exists(s) for s in sisters):
+                return _complete(path, sisters)
+        raise InputError(
+            path,
+            _why(path, error),
+            "check the path: name a .gguf file, any of its shards, or the folder",
+        ) from error
+    if stat.S_ISDIR(mode):
+        return _in_folder(path)
+    if not stat.S_ISREG(mode):
+        raise InputError(path, "not a regular file (a pipe or device)", "save it as a file first")
+    if SHARD.fullmatch(path.name):
+        return _complete(path, _sisters(path))
+    return (path,)
+
+
+def shard_name(base: str, index: int, total: int) -> str:
+    """File name of shard `index` (from 0); file names count from 1."""
+    return f"{base}-{index + 1:05d}-of-{total:05d}.gguf"
+
+
+def _why(path: Path, error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        if path.is_symlink():
+            return f"a link to {os.readlink(path)}, which is not there"
+        return "no such file or folder"
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+
+
+def _sisters(path: Path) -> tuple[Path, ...]:
+    match = SHARD.fullmatch(path.name)
+    assert match is not None
+    total, number = int(match["total"]), int(match["no"])
+    if not 1 <= number <= total:
+        raise InputError(
+            path,
+            f"shard {number} of {total} cannot be (file names count from 1)",
+            "give the file its original name",
+        )
+    suffix = path.name[-5:]
+    names = (shard_name(match["base"], i, total)[:-5] + suffix for i in range(total))
+    return tuple(path.with_name(n) for n in names)
+
+
+def _complete(path: Path, sisters: tuple[Path, ...]) -> tuple[Path, ...]:
+    missing = [s.name for s in sisters if not os.path.exists(s)]
+    if missing:
+        shown = ", ".join(missing[:MAX_LISTED])
+        more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
+        raise InputError(
+            path,
+            f"{len(missing)} of its {len(sisters)} shards are missing: {shown}{more}",
+            f"put them into {path.parent}",
+        )
+    return sisters
+
+
+def _in_folder(folder: Path) -> tuple[Path, ...]:
+    try:
+        names = sorted(n for n in os.listdir(folder) if n.lower().endswith(".gguf"))
+    except OSError as error:
+        raise InputError(
+            folder, f"cannot be read: {error.strerror or error}", "check its permissions"
+        ) from error
+    sets: dict[str, Path] = {}
+    for name in names:
+        match = SHARD.fullmatch(name)
+        key = f"{match['base']}-*-of-{match['total']}.gguf" if match else name
+        sets.setdefault(key, folder / name)
+    if not sets:
+        raise InputError(folder, "the folder holds no .gguf file", _look_below(folder))
+    if len(sets) > 1:
+        shown = ", ".join(list(sets)[:MAX_LISTED])
+        more = f" and {len(sets) - MAX_LISTED} more" if len(sets) > MAX_LISTED else ""
+        raise InputError(
+            folder,
+            f"the folder holds {len(sets)} models: {shown}{more}",
+            f"name one of them, e.g. {next(iter(sets.values()))}",
+        )
+    return find_shards(next(iter(sets.values())))
+
+
+def _look_below(folder: Path) -> str:
+    """Repositories often keep each quantization in a folder of its own: name those."""
+    below = sorted({p.parent.name for p in folder.glob("*/*.gguf")})
+    if below:
+        return f"name one of its subfolders that do: {', '.join(below[:MAX_LISTED])}"
+    return "name a .gguf file, or the folder that holds its shards"

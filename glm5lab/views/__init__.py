@@ -1,0 +1,1 @@
+"""What the commands and notebooks show: tables, charts, widgets."""

@@ -1,0 +1,32 @@
+"""Tiny GLM-5 files that several tests share, written once a session."""
+
+from pathlib import Path
+
+import pytest
+
+from glm5lab.gguf.sample import write_sample
+
+
+@pytest.fixture(scope="session")
+def sample_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One F32 file with an indexer on every layer; its HF twin lies in `hf` beside it."""
+    return write_sample(tmp_path_factory.mktemp("full"), "full", "f32", hf=True)
+
+
+@pytest.fixture(scope="session")
+def sample_share(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One F32 file with IndexShare; its HF twin lies in `hf` beside it."""
+    return write_sample(tmp_path_factory.mktemp("share"), "share", "f32", hf=True)
+
+
+@pytest.fixture(scope="session")
+def sample_mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three shards, the first without tensors, of mixed K, IQ and legacy types; HF twin too."""
+    folder = tmp_path_factory.mktemp("mix")
+    return write_sample(folder, "full", "mix", shards=3, metadata_first_shard=True, hf=True)
+
+
+@pytest.fixture(scope="session")
+def sample_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One F16 file with a multi-token prediction layer; its HF twin lies in `hf` beside it."""
+    return write_sample(tmp_path_factory.mktemp("mtp"), "mtp", "f16", hf=True)
