@@ -1,0 +1,36 @@
+"""Layer 3, the kernels: sparse multi-head latent attention and the lightning indexer.
+
+`reference` states every operation in plain PyTorch; the modules beside it hold Triton kernels of
+the same signatures. `implementation` chooses between the two.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+SparseMLA = Callable[..., Any]
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton kernels are asked to run in Triton's CPU interpreter (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def implementation_name(device_type: str) -> str:
+    """Which sparse-MLA implementation serves a device: "triton" or "reference".
+
+    Triton runs on GPUs, and on CPUs only in its interpreter (TRITON_INTERPRET=1), which is far
+    slower than the reference and meant for testing the kernel inside the engine.
+    """
+    return "triton" if device_type != "cpu" or triton_interpreted() else "reference"
+
+
+def implementation(device_type: str) -> SparseMLA:
+    """The `sparse_mla` function for a device type ("cpu", "cuda"); see `reference.sparse_mla`."""
+    if implementation_name(device_type) == "triton":
+        from glm5lab.attention.sparse_mla import sparse_mla as triton_sparse_mla
+
+        return triton_sparse_mla
+    from glm5lab.attention.reference import sparse_mla
+
+    return sparse_mla

@@ -1,0 +1,176 @@
+"""Plain PyTorch statements of sparse MLA, the lightning indexer and top-k.
+
+They run on any device and in any floating dtype (float64 included); the Triton kernels have the
+same signatures and are tested against them. Sources: DeepSeek-V3.2-Exp's technical report
+(DeepSeek sparse attention), and Hugging Face transformers' GlmMoeDsa model.
+"""
+
+import torch
+
+
+def check_sparse_mla_arguments(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    d_v: int,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise ValueError naming the first argument of `sparse_mla` that does not fit."""
+    if q.dim() != 3:
+        raise ValueError(f"q: expected [tokens, heads, width], got shape {tuple(q.shape)}")
+    tokens, heads, width = q.shape
+    if kv.dim() not in (2, 3) or kv.shape[-1] != width:
+        raise ValueError(
+            f"kv: expected [rows, {width}] or [pages, page_size, {width}] "
+            f"(the width of q), got shape {tuple(kv.shape)}"
+        )
+    if kv.stride(-1) != 1:
+        raise ValueError("kv: the last dimension must be contiguous; pass kv.contiguous()")
+    if indices.dim() != 2 or indices.shape[0] != tokens:
+        raise ValueError(f"indices: expected [{tokens}, top_k], got shape {tuple(indices.shape)}")
+    if indices.is_floating_point():
+        raise ValueError(f"indices: expected an integer dtype, got {indices.dtype}")
+    if not 0 < d_v <= width:
+        raise ValueError(f"d_v: expected 1 to {width} (the width of q), got {d_v}")
+    if lengths is not None and lengths.shape != (tokens,):
+        raise ValueError(f"lengths: expected [{tokens}], got shape {tuple(lengths.shape)}")
+    if out is not None and out.shape != (tokens, heads, d_v):
+        raise ValueError(f"out: expected [{tokens}, {heads}, {d_v}], got shape {tuple(out.shape)}")
+
+
+def gather_rows(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Rows of a cache by slot number.
+
+    Args:
+        kv: [rows, width], or [pages, page_size, width] with any strides between pages.
+        slots: integer, any shape, each at least 0.
+
+    Returns:
+        [*slots.shape, width], in kv's dtype.
+    """
+    slots = slots.long()
+    if kv.dim() == 2:
+        return kv[slots]
+    page_size = kv.shape[1]
+    return kv[slots // page_size, slots % page_size]
+
+
+def sparse_mla(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    lengths: torch.Tensor | None = None,
+    d_v: int = 512,
+    out: torch.Tensor | None = None,
+    tokens_at_once: int = 128,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query token over its own list of cached latent rows.
+
+    out[t, h] = sum_k softmax_k(scale * q[t, h] . kv[indices[t, k]]) * kv[indices[t, k], :d_v]
+
+    Args:
+        q: [T, H, D] queries in latent space, D = latent + rope (576 for GLM-5).
+        kv: cached rows [S, D], or pages [P, page_size, D]; slot s is row s, or
+            page s // page_size, row s % page_size.
+        indices: [T, K] integer slots; -1 marks an empty place, anywhere in the row.
+        scale: factor on the scores, (nope + rope) ** -0.5 for GLM-5.
+        lengths: [T] integers; token t attends to its first lengths[t] places only.
+        d_v: width of the values, the first d_v columns of a row (512 for GLM-5).
+        out: [T, H, d_v], written in place when given.
+        tokens_at_once: query tokens whose rows are gathered together, to bound memory.
+
+    Returns:
+        out [T, H, d_v] in q's dtype, and the natural logarithm of the sum of exponentials
+        [T, H] (float32, or float64 for float64 queries). A token with no place gets 0 and -inf.
+
+    Raises:
+        ValueError: an argument has the wrong shape or dtype; the message names it.
+    """
+    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out)
+    tokens, heads, _ = q.shape
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    result = q.new_empty(tokens, heads, d_v) if out is None else out
+    lse = torch.empty(tokens, heads, dtype=compute, device=q.device)
+    place = torch.arange(indices.shape[1], device=q.device)
+    for start in range(0, tokens, tokens_at_once):
+        part = slice(start, start + tokens_at_once)
+        filled = indices[part] >= 0
+        if lengths is not None:
+            filled &= place < lengths[part, None]
+        rows = gather_rows(kv, indices[part].clamp_min(0)).to(compute)
+        # An empty place gathers row 0, which may hold anything, NaN included.
+        rows = rows.masked_fill(~filled[..., None], 0.0)
+        scores = torch.einsum("thd,tkd->thk", q[part].to(compute), rows) * scale
+        scores.masked_fill_(~filled[:, None, :], float("-inf"))
+        lse[part] = torch.logsumexp(scores, -1)
+        weights = torch.exp(scores - lse[part].clamp_min(torch.finfo(compute).min)[..., None])
+        result[part] = torch.einsum("thk,tkv->thv", weights, rows[..., :d_v]).to(result.dtype)
+    return result, lse
+
+
+def indexer_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Lightning-indexer scores: logits[t, s] = sum_h weights[t, h] * ReLU(q[t, h] . k[s]).
+
+    Args:
+        q: [T, H, D] index queries (GLM-5: 32 heads of 128).
+        k: [S, D] index keys, one head.
+        weights: [T, H] head weights, with every constant factor already in them.
+        start: [T] integers; token t sees keys s >= start[t] (default: all).
+        end: [T] integers; token t sees keys s < end[t] (default: all).
+
+    Returns:
+        [T, S] float32 (float64 for float64 queries), -inf outside start..end.
+    """
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = torch.einsum("thd,sd->ths", q.to(compute), k.to(compute)).relu_()
+    logits = torch.einsum("ths,th->ts", scores, weights.to(compute))
+    key = torch.arange(k.shape[0], device=q.device)
+    if start is not None:
+        logits.masked_fill_(key < start[:, None], float("-inf"))
+    if end is not None:
+        logits.masked_fill_(key >= end[:, None], float("-inf"))
+    return logits
+
+
+def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Exact top-k of every row, the lower index first among equals.
+
+    Args:
+        logits: [T, S] floating point; -inf marks columns that must not be chosen.
+        k: how many to choose, at least 1.
+
+    Returns:
+        [T, k] int32 column numbers by falling logit; -1 where a row has fewer than k columns.
+    """
+    if k < 1:
+        raise ValueError(f"k: expected at least 1, got {k}")
+    values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)
+    values, columns = values[:, :k], columns[:, :k].to(torch.int32)
+    chosen = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
+    chosen[:, : columns.shape[1]] = torch.where(values == float("-inf"), -1, columns)
+    return chosen
+
+
+def slots_of(positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Cache slots of positions inside requests.
+
+    Args:
+        positions: [T, K] integer positions in each token's own request; -1 is kept as -1.
+        block_table: [T, pages] page numbers of each token's request.
+        page_size: rows a page.
+
+    Returns:
+        [T, K] int32 slots (page * page_size + row).
+    """
+    known = positions.clamp_min(0).long()
+    page = torch.gather(block_table.long(), 1, known // page_size)
+    slots = page * page_size + known % page_size
+    return torch.where(positions >= 0, slots, -1).to(torch.int32)
