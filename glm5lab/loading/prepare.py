@@ -1,0 +1,120 @@
+"""The folder that takes a GGUF file's place for vLLM: config, tokenizer, pointer to the weights."""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from glm5lab import __version__
+from glm5lab.env import cache_root
+from glm5lab.errors import InputError
+from glm5lab.gguf.config import generation_config, hf_config
+from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
+from glm5lab.gguf.tokenizer import write_tokenizer
+from glm5lab.loading.reconcile import require_complete
+
+MARKER = "glm5lab.json"
+
+
+def find_gguf(path: str | Path) -> bool:
+    """Whether a path is a GGUF file, or a folder that holds some and no config.json."""
+    path = Path(path)
+    if path.is_dir():
+        return not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix == ".gguf" or file.read(4) == b"GGUF"
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Whether a path is a folder that `prepare` wrote."""
+    return (Path(path) / MARKER).is_file()
+
+
+def pointer(model: GgufModel) -> dict[str, Any]:
+    """What the marker file says: the shards, and enough to notice that they have changed."""
+    shards = [shard.resolve() for shard in model.shards]
+    return {
+        "glm5lab": __version__,
+        "gguf": [str(shard) for shard in shards],
+        "bytes": [shard.stat().st_size for shard in shards],
+        "modified_ns": [shard.stat().st_mtime_ns for shard in shards],
+    }
+
+
+def prepare(path: str | Path, folder: str | Path | None = None) -> Path:
+    """Write config.json, generation_config.json, tokenizer files and the pointer to the weights.
+
+    Args:
+        path: any shard of a GLM-5 GGUF model, or its folder.
+        folder: where to write; None for a folder in the cache, which is reused while the shards
+            stay as they are.
+
+    Returns:
+        The folder; vLLM and transformers take it as a model (transformers without weights).
+
+    Raises:
+        InputError: the file cannot be read, is not GLM-5, or is incomplete.
+    """
+    model = open_gguf(path)
+    require_glm5(model)
+    marker = pointer(model)
+    if folder is not None:
+        return _write(model, marker, Path(folder))
+    key = hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()[:16]
+    target = cache_root() / "prepared" / f"{model.path.stem}-{key}"
+    if not is_prepared(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may prepare the same file: each writes apart, the first rename wins.
+        work = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=target.parent))
+        try:
+            _write(model, marker, work)
+            work.rename(target)
+        except OSError:
+            if not is_prepared(target):
+                raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _write(model: GgufModel, marker: dict[str, Any], folder: Path) -> Path:
+    config = hf_config(model)
+    require_complete(model, config)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(folder, "is a file", "name a folder to write to")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(model, folder)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", generation_config(model))
+    # The marker comes last: a folder that has it is complete.
+    _write_json(folder / MARKER, marker)
+    return folder
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def open_prepared(folder: str | Path) -> GgufModel:
+    """The model that a prepared folder points to.
+
+    Raises:
+        InputError: the folder was not prepared, or its shards have moved or changed.
+    """
+    path = Path(folder) / MARKER
+    if not path.is_file():
+        raise InputError(folder, f"has no {MARKER}", "make it with `glm5lab prepare FILE FOLDER`")
+    marker = json.loads(path.read_text(encoding="utf-8"))
+    for name, size in zip(marker["gguf"], marker["bytes"], strict=True):
+        shard = Path(name)
+        if not shard.is_file() or shard.stat().st_size != size:
+            raise InputError(
+                shard,
+                f"is not the {size} byte file that {folder} was prepared from",
+                "run `glm5lab prepare` again on the file where it is now",
+            )
+    return open_gguf(marker["gguf"][0])
