@@ -1,7 +1,7 @@
 """Layer 2: names, values on the way, what does not fit, and the audit of a load."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -138,7 +138,7 @@ class Tiny(torch.nn.Module):
 def run_audit(weights, expected):
     from glm5lab.loading.loader import LoadAudit
 
-    model: Any = Tiny()
+    model = cast(Any, Tiny())
     before = model.a.weight_loader
     audit = LoadAudit(model)
     with audit.watch():
