@@ -1,0 +1,170 @@
+"""A child process on a leash: its output in a log file, its end complete and always reached."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+KEPT_LINES = 2000
+LONGEST = 600  # characters of an error that is reported in one line
+# What vLLM and its logger put before a message.
+PREFIX = re.compile(
+    r"^(\([\w. -]+ pid=\d+\) ?)?((INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^]]*\] ?)?"
+)
+ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b(: .*)?|.*\berror: .+)$")
+STOPPED = ("KeyboardInterrupt", "SystemExit")
+
+
+def message(line: str) -> str:
+    """A line of vLLM's log without process, level, time and place."""
+    return PREFIX.sub("", line, count=1).rstrip()
+
+
+def first_error(lines: Iterable[str]) -> str:
+    """The first error that a log names, or else its last line.
+
+    vLLM's processes fail one after another and each reports the failure of the one below it, so
+    the cause stands first, in a worker's traceback, and the last line says little.
+    """
+    texts = [text for text in map(message, lines) if text]
+    for number, text in enumerate(texts):
+        if ERROR.match(text) and not text.startswith(STOPPED):
+            # pydantic counts its errors in the first line and names them in the next ones.
+            more = texts[number + 1 : number + 2] if "validation error" in text else []
+            return " ".join([text, *(line.strip() for line in more)])[:LONGEST]
+    return texts[-1][:LONGEST] if texts else "it wrote nothing"
+
+
+class LoggedProcess:
+    """A command on a leash (see `leash`), its output going to a log file and to memory.
+
+    Use it as a context manager: the process runs inside, and nothing of it is left behind.
+
+    Args:
+        command: program and arguments.
+        log: file that gets the output; its folder is made.
+        settings: environment variables beside those of this process.
+        echo: called with every line of output, in another thread.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        settings: Mapping[str, str] | None = None,
+        echo: Callable[[str], None] | None = None,
+    ) -> None:
+        self.command, self.log = list(command), log
+        self.settings = dict(settings or {})
+        self.echo = echo
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the command in a session of its own, so that Ctrl-C reaches its owner only."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "glm5lab.serving.leash", *self.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **self.settings},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with self.log.open("w", encoding="utf-8") as log:
+            for line in self._process.stdout:
+                log.write(line)
+                log.flush()
+                self.lines.append(line.rstrip("\n"))
+                self.saw(self.lines[-1])
+                if self.echo is not None:
+                    self.echo(self.lines[-1])
+
+    def saw(self, line: str) -> None:
+        """For subclasses: called with every line of output, in another thread."""
+
+    @property
+    def group(self) -> int:
+        """Id of the process group that holds the command and everything it starts."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The command's exit code, 128 + N for signal N, or None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for the command to end by itself; its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        assert self._process is not None
+        code = self._process.wait(timeout_s)
+        self._join()
+        return code
+
+    def first_error(self) -> str:
+        """The first error in the output so far, see `first_error`."""
+        return first_error(list(self.lines))
+
+    def stop(self, patience_s: float = 20.0) -> None:
+        """End the command and all of its children: SIGINT, SIGTERM, SIGKILL; harmless to repeat.
+
+        Args:
+            patience_s: seconds between SIGINT and SIGTERM; another Ctrl-C cuts them short.
+        """
+        process = self._process
+        if process is None:
+            return
+        try:
+            for signum, seconds in ((signal.SIGINT, patience_s), (signal.SIGTERM, 5.0)):
+                if process.poll() is None:
+                    process.send_signal(signum)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+        finally:
+            # The leash leaves an empty group behind, unless it was killed itself.
+            if process.poll() in (None, -signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self._join()
+
+    def _join(self) -> None:
+        assert self._process is not None
+        if self._reader is not None:
+            self._reader.join(5.0)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
