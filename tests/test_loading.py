@@ -107,6 +107,14 @@ def test_prepare_writes_a_folder_and_reuses_its_cache(sample_f32, tmp_path, monk
     assert list(folder.parent.glob(".*")) == []  # no work folder left behind
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_folder_that_cannot_be_written_is_named(sample_f32, tmp_path, monkeypatch, cached):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GLM5LAB_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(InputError, match=f"cannot be written.*{'GLM5LAB_CACHE' if cached else ''}"):
+        prepare(sample_f32, None if cached else tmp_path / "file" / "folder")
+
+
 def test_a_moved_shard_is_named(tmp_path):
     from glm5lab.gguf.sample import write_sample
 

@@ -57,13 +57,23 @@ def prepare(path: str | Path, folder: str | Path | None = None) -> Path:
         The folder; vLLM and transformers take it as a model (transformers without weights).
 
     Raises:
-        InputError: the file cannot be read, is not GLM-5, or is incomplete.
+        InputError: the file cannot be read, is not GLM-5, or is incomplete; or the folder cannot
+            be written.
     """
     model = open_gguf(path)
     require_glm5(model)
     marker = pointer(model)
-    if folder is not None:
-        return _write(model, marker, Path(folder))
+    try:
+        return _write_cached(model, marker) if folder is None else _write(model, marker, folder)
+    except OSError as error:
+        raise InputError(
+            folder or cache_root(),
+            f"cannot be written: {error.strerror or error}",
+            "name a folder that can" if folder else "point GLM5LAB_CACHE to a folder that can",
+        ) from error
+
+
+def _write_cached(model: GgufModel, marker: dict[str, Any]) -> Path:
     key = hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()[:16]
     target = cache_root() / "prepared" / f"{model.path.stem}-{key}"
     if not is_prepared(target):
@@ -81,8 +91,8 @@ def prepare(path: str | Path, folder: str | Path | None = None) -> Path:
     return target
 
 
-def _write(model: GgufModel, marker: dict[str, Any], folder: Path) -> Path:
-    config = hf_config(model)
+def _write(model: GgufModel, marker: dict[str, Any], folder: str | Path) -> Path:
+    folder, config = Path(folder), hf_config(model)
     require_complete(model, config)
     if folder.exists() and not folder.is_dir():
         raise InputError(folder, "is a file", "name a folder to write to")

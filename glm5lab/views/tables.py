@@ -67,7 +67,7 @@ def inspect_text(source: str | Path | GgufModel, width: int | None = None) -> st
 
     model = source if isinstance(source, GgufModel) else open_gguf(source)
     columns = width or shutil.get_terminal_size((100, 40)).columns
-    console = Console(file=io.StringIO(), width=columns, color_system=None)
+    console = Console(file=io.StringIO(), width=columns, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         _print(model, console)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
