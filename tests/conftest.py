@@ -1,10 +1,17 @@
 """Tiny GLM-5 files that several tests share, written once a session."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from glm5lab.gguf.sample import write_sample
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is derived from samples stays out of the user's cache, in child processes too."""
+    os.environ["GLM5LAB_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

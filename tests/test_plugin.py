@@ -158,3 +158,52 @@ print(json.dumps([first.outputs[0].token_ids, first.outputs[0].cumulative_logpro
         assert chunked_prefill
         assert prefix_caching
         assert page == 64
+
+
+def test_gguf_files_of_other_models_and_other_load_formats_are_left_alone(sample_f32, tmp_path):
+    import gguf
+
+    other = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(other, "llama")
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    code = """
+import json, sys
+from types import SimpleNamespace
+from glm5lab.vllm_plugin.patches import point_to_prepared_folder
+models = []
+for model, load_format in ((sys.argv[1], "auto"), (sys.argv[2], "gguf"), (sys.argv[2], "auto")):
+    args = SimpleNamespace(model=model, load_format=load_format, tokenizer=None,
+                           served_model_name=None)
+    point_to_prepared_folder(args)
+    models.append(args.model == model)
+print(json.dumps(models))
+"""
+    unchanged, _ = run_child(code, other, sample_f32)
+    assert unchanged == [True, True, False]
+
+
+def test_a_cache_of_another_dtype_is_refused(sample_f32):
+    code = (
+        "import json, sys\nfrom vllm import LLM\ntry:\n"
+        "    LLM(model=sys.argv[1], dtype='float32', kv_cache_dtype='fp8')\n"
+        "except Exception as error:\n    print(json.dumps(str(error)))"
+    )
+    message, _ = run_child(code, sample_f32)
+    assert "--kv-cache-dtype fp8" in message
+
+
+def test_nothing_is_compiled_where_vllm_would(sample_f32):
+    """Without the breakable graphs that vLLM turns on by itself it would trace the model."""
+    code = (
+        ENGINE.replace("enforce_eager=True, ", "")
+        + """
+print(json.dumps(ask(range(3, 35), max_tokens=2)[0].outputs[0].token_ids))
+"""
+    )
+    options = json.dumps({"compilation_config": {"mode": 2}})
+    compiled, _ = run_child(code, sample_f32, options, env={"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"})
+    eager, _ = run_child(code, sample_f32, "{}")
+    assert compiled == eager

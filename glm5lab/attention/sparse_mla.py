@@ -140,6 +140,7 @@ def sparse_mla(
         return result, lse
     q = q if q.stride(-1) == 1 else q.contiguous()
     indices = indices if indices.stride(-1) == 1 else indices.contiguous()
+    lengths = None if lengths is None else lengths.contiguous()
     pages = kv if kv.dim() == 3 else kv[None]
     rope = width - d_v
     _sparse_mla_kernel[(tokens, triton.cdiv(heads, MIN_BLOCK))](

@@ -74,7 +74,9 @@ def prepare(path: str | Path, folder: str | Path | None = None) -> Path:
 
 
 def _write_cached(model: GgufModel, marker: dict[str, Any]) -> Path:
-    key = hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()[:16]
+    # The files' contents are part of the key: another glm5lab may write others.
+    content = [marker, hf_config(model), generation_config(model)]
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     target = cache_root() / "prepared" / f"{model.path.stem}-{key}"
     if not is_prepared(target):
         target.parent.mkdir(parents=True, exist_ok=True)

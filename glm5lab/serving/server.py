@@ -60,12 +60,14 @@ def command(
         options: further options of `vllm serve`; they come last and so win over ours.
 
     Raises:
-        InputError: the options bind another address; only host and port may.
+        InputError: the options bind another address (only host and port may) or ask for TLS.
         ServerError: vLLM is not installed.
     """
     given = {option.partition("=")[0] for option in options}
     for name in sorted({"--host", "--port", "--uds"} & given):
         raise InputError(name, "is among vLLM's own options", "give --host and --port before `--`")
+    for name in sorted(option for option in given if option.startswith("--ssl-")):
+        raise InputError(name, "is not supported here", "run `vllm serve FILE` itself for TLS")
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(file)]
     line += ["--host", host, "--port", str(port)]
     if platform() == "cpu" and "--dtype" not in given:
@@ -242,8 +244,7 @@ def serve(
         with interruptible(), server:
             seconds = server.wait_ready(timeout_s=None, say=_to_stderr)
             print(
-                f"ready after {seconds:.0f} s: {server.url}/v1 (OpenAI API), "
-                f"model {', '.join(Client(server.url).models())}; Ctrl-C stops it",
+                f"ready after {seconds:.0f} s: {server.url}/v1 (OpenAI API); Ctrl-C stops it",
                 flush=True,
             )
             code = server.wait()

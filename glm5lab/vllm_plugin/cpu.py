@@ -9,14 +9,16 @@ from glm5lab.vllm_plugin import BACKEND
 
 logger = init_logger("vllm.glm5lab")
 
+# Models whose attention is vLLM's sparse MLA with the indexer of deepseek_v2.py.
+SPARSE_MLA_MODELS = ("glm_moe_dsa", "deepseek_v32")
 # Rows a page of the cache where the user names none: vLLM's usual page for sparse MLA.
 PAGE_SIZE = 64
 
 
 def has_sparse_attention(vllm_config: Any) -> bool:
-    """Whether the model's configuration has a lightning indexer (DeepSeek sparse attention)."""
+    """Whether the model attends with sparse MLA as GLM-5 and DeepSeek-V3.2 do."""
     model = vllm_config.model_config
-    return model is not None and hasattr(model.hf_text_config, "index_topk")
+    return model is not None and model.hf_text_config.model_type in SPARSE_MLA_MODELS
 
 
 class Glm5CpuPlatform(CpuPlatform):
@@ -37,6 +39,9 @@ class Glm5CpuPlatform(CpuPlatform):
             cache.block_size if cache.user_specified_block_size else PAGE_SIZE,
         )
         super().check_and_update_config(vllm_config)
+        # vllm.config asks for the platform, so it cannot be imported while that is being found.
+        from vllm.config import CompilationMode
+
         if has_sparse_attention(vllm_config):
             (
                 scheduler.enable_chunked_prefill,
@@ -44,6 +49,8 @@ class Glm5CpuPlatform(CpuPlatform):
                 cache.enable_prefix_caching,
                 cache.block_size,
             ) = kept
+            # The indexer loops over requests in Python: nothing for torch.compile to trace.
+            vllm_config.compilation_config.mode = CompilationMode.NONE
             logger.info_once("Sparse MLA keeps chunked prefill and prefix caching as configured.")
 
     @classmethod
@@ -53,7 +60,8 @@ class Glm5CpuPlatform(CpuPlatform):
         """TRITON_MLA_SPARSE for sparse MLA; vLLM's own choice for anything else.
 
         Raises:
-            ValueError: another backend was asked for by name; none serves sparse MLA on a CPU.
+            ValueError: another backend, or a cache of another dtype than the model's, was asked
+                for by name; neither works for sparse MLA on a CPU.
         """
         if not (attn_selector_config.use_sparse and attn_selector_config.use_mla):
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
@@ -61,6 +69,13 @@ class Glm5CpuPlatform(CpuPlatform):
             raise ValueError(
                 f"--attention-backend {selected_backend.name}: does not serve sparse MLA on a CPU; "
                 f"use {BACKEND}, or leave the option out"
+            )
+        cache_dtype = attn_selector_config.kv_cache_dtype
+        model_dtype = str(attn_selector_config.dtype).removeprefix("torch.")
+        if cache_dtype not in (None, "auto", model_dtype):
+            raise ValueError(
+                f"--kv-cache-dtype {cache_dtype}: on a CPU {BACKEND} keeps rows in the model's "
+                f"{model_dtype}; use auto"
             )
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -1,8 +1,9 @@
 """The lightning indexer where vLLM's own cannot run: plain index keys, logits and top-k.
 
 vLLM's indexer quantizes queries and keys to fp8 with CUDA kernels. On the CPU this module puts
-four subclasses in its place, through vLLM's registry of out-of-tree layers: the op, its key cache
-with backend and metadata, the indexer's forward, and the MLA wrapper that joins them.
+four subclasses in its place: the op, its key cache with backend and metadata, the indexer's
+forward, and, through vLLM's registry of out-of-tree layers, the MLA wrapper that joins them. MLA
+layers without such an indexer, and other models' indexers, stay as they are.
 """
 
 from dataclasses import dataclass
@@ -30,11 +31,10 @@ _registered = False
 
 
 def register() -> None:
-    """Put the subclasses below in place of vLLM's layers; vLLM refuses a second registration."""
+    """Put PlainMLAWrapper in place of vLLM's layer; vLLM refuses a second registration."""
     global _registered
     if _registered:
         return
-    SparseAttnIndexer.register_oot(PlainSparseAttnIndexer)
     MultiHeadLatentAttentionWrapper.register_oot(PlainMLAWrapper)
     _registered = True
 
@@ -110,14 +110,6 @@ class PlainIndexerCache(DeepseekV32IndexerCache):
 class PlainSparseAttnIndexer(SparseAttnIndexer):
     """Stores the new keys, scores every query against its request's keys, keeps the top-k."""
 
-    def __init__(self, k_cache: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(k_cache, *args, **kwargs)
-        # The indexer builds its cache for fp8 keys and hands it over here: re-type it before
-        # vLLM asks for its size.
-        k_cache.__class__ = PlainIndexerCache
-        k_cache.dtype = torch.get_default_dtype()
-        k_cache.head_dim = self.head_dim
-
     def forward_cpu(
         self,
         hidden_states: torch.Tensor,
@@ -186,10 +178,22 @@ class PlainMLAWrapper(MultiHeadLatentAttentionWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if type(self.indexer) is not Indexer:
+            return
         for rotary in (self.rotary_emb, self.indexer_rope_emb):
             if rotary is not None:
                 # vLLM's C++ rotary kernel takes a tensor's second-last stride for the token
                 # stride; MLA passes [T, heads, rope], for which that is the head stride.
                 rotary._forward_method = rotary.forward_native
-        if type(self.indexer) is Indexer:
-            self.indexer.__class__ = PlainIndexer
+        make_plain(self.indexer)
+
+
+def make_plain(indexer: Indexer) -> None:
+    """Turn an indexer, its op and its cache into the plain ones, before vLLM asks for sizes."""
+    operation, cache = indexer.indexer_op, indexer.k_cache
+    indexer.__class__ = PlainIndexer
+    operation.__class__ = PlainSparseAttnIndexer
+    operation._forward_method = operation.forward_cpu
+    cache.__class__ = PlainIndexerCache
+    cache.dtype = torch.get_default_dtype()
+    cache.head_dim = indexer.head_dim

@@ -99,14 +99,18 @@ def accept_gguf_models() -> None:
 
 def point_to_prepared_folder(engine_args: Any) -> None:
     """Rewrite EngineArgs in place where its model is a GGUF model; otherwise leave it alone."""
+    from glm5lab.gguf.reader import ARCHITECTURE, open_gguf
     from glm5lab.loading.prepare import find_gguf, is_prepared, prepare
 
     model = engine_args.model
-    if not model or not Path(model).exists():
+    if not model or engine_args.load_format not in ("auto", LOAD_FORMAT):
+        return
+    if not Path(model).exists():
         return
     if is_prepared(model):
         folder = Path(model)
-    elif find_gguf(model):
+    # GGUF files of other models belong to other plugins.
+    elif find_gguf(model) and open_gguf(model).architecture == ARCHITECTURE:
         folder = prepare(model)
     else:
         return
