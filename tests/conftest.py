@@ -1,11 +1,16 @@
 """Tiny GLM-5 files that several tests share, written once a session."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from glm5lab.gguf.sample import write_sample
+
+# A shell ignores SIGINT for its background jobs, and every child would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

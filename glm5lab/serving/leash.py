@@ -49,9 +49,22 @@ def end_group(patience_s: float) -> None:
 
 def main(command: Sequence[str]) -> int:
     """Run the command; its exit code, 128 + N where signal N ended it."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    started: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
 
     def pass_on(signum: int, _frame: Any) -> None:
+        if started:
+            started[0].send_signal(signum)
+        else:
+            early.append(signum)
+
+    # Before the command starts: no signal is lost, and one that is ignored here (a shell ignores
+    # SIGINT for its background jobs) is not ignored by the command.
+    signal.signal(signal.SIGINT, pass_on)
+    signal.signal(signal.SIGTERM, pass_on)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    started.append(child)
+    for signum in early:
         child.send_signal(signum)
 
     def hold() -> None:
@@ -62,8 +75,6 @@ def main(command: Sequence[str]) -> int:
             child.wait(OWNER_GONE_S)
         child.kill()
 
-    signal.signal(signal.SIGINT, pass_on)
-    signal.signal(signal.SIGTERM, pass_on)
     threading.Thread(target=hold, daemon=True).start()
     code = child.wait()
     end_group(COMMAND_GONE_S)

@@ -205,7 +205,7 @@ class Server(LoggedProcess):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM interrupts like Ctrl-C inside the context (in the main thread)."""
+    """SIGTERM and SIGINT interrupt inside the context (main thread), in background jobs too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -213,11 +213,12 @@ def interruptible() -> Iterator[None]:
     def interrupt(_signum: int, _frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def serve(
