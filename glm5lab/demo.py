@@ -68,7 +68,7 @@ class Work:
     def child(self, name: str, *arguments: str, **settings: str) -> LoggedProcess:
         """A part of `demo_children` as a process whose output goes to NAME.log."""
         result = self.folder / f"{name}.json"
-        line = [sys.executable, "-m", "glm5lab.demo_children", name, str(result), *arguments]
+        line = [sys.executable, "-P", "-m", "glm5lab.demo_children", name, str(result), *arguments]
         return LoggedProcess(line, self.folder / f"{name}.log", settings)
 
 
@@ -284,7 +284,7 @@ def result_of(child: LoggedProcess) -> dict[str, Any]:
         DemoError: it failed; the message is the error it names.
     """
     code = child.wait()
-    result = Path(child.command[4])
+    result = child.log.with_suffix(".json")
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     if code == 0 and found:
         return found

@@ -200,3 +200,17 @@ def test_prompts_depend_on_length_and_seed_only():
     assert len(a[0].prompt) == 8
     assert a[1] != random_prompts(tokens, [40], 1)[0]
     assert set(a[1].prompt) <= set(tokens)
+
+
+def test_a_file_without_dimensions_is_unusable_input(tmp_path):
+    import gguf
+
+    from glm5lab.check import run_check
+    from glm5lab.errors import InputError
+
+    writer = gguf.GGUFWriter(tmp_path / "bare.gguf", "glm-dsa")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(InputError, match="metadata key"):
+        run_check(tmp_path / "bare.gguf")

@@ -207,3 +207,18 @@ print(json.dumps(ask(range(3, 35), max_tokens=2)[0].outputs[0].token_ids))
     compiled, _ = run_child(code, sample_f32, options, env={"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"})
     eager, _ = run_child(code, sample_f32, "{}")
     assert compiled == eager
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, 1 << 30), ({"kv_cache_memory_bytes": 2 << 28}, 2 << 28)]
+)
+def test_the_cpu_cache_is_small_unless_the_user_says(sample_f32, options, expected):
+    code = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+options = json.loads(sys.argv[2])
+cache = EngineArgs(model=sys.argv[1], **options).create_engine_config().cache_config
+print(json.dumps(cache.kv_cache_memory_bytes))
+"""
+    size, _ = run_child(code, sample_f32, json.dumps(options), env={"VLLM_CPU_KVCACHE_SPACE": ""})
+    assert size == expected

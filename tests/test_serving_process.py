@@ -112,7 +112,7 @@ def test_the_backend_line_is_kept_as_it_is():
 def test_the_users_options_come_last_and_win(monkeypatch):
     monkeypatch.setattr(serving, "platform", lambda: "cpu")
     line = serving.command("f.gguf", options=["--max-model-len", "100"])
-    assert line[3:5] == ["serve", "f.gguf"]
+    assert line[4:6] == ["serve", "f.gguf"]
     assert line[line.index("--host") + 1] == "127.0.0.1"
     assert line[-4:] == ["--dtype", "float32", "--max-model-len", "100"]
     assert "float32" not in serving.command("f.gguf", options=["--dtype=bfloat16"])
@@ -160,3 +160,12 @@ def test_client_errors_name_the_url_and_the_status(monkeypatch):
         fake.shutdown()
     with pytest.raises(ClientError, match=r"/v1/models: no answer \(.*does the server run"):
         client.models()
+
+
+def test_a_folder_called_glm5lab_is_not_in_the_way(tmp_path, monkeypatch):
+    """As in the folder that holds a clone."""
+    (tmp_path / "glm5lab").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with LoggedProcess([sys.executable, "-c", "print('ran')"], tmp_path / "log") as process:
+        assert process.wait(20) == 0
+    assert (tmp_path / "log").read_text() == "ran\n"

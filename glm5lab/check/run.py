@@ -44,15 +44,16 @@ def run_check(
         InputError: the file cannot be used, or an argument is not known.
         CheckError: a referee or the engine is missing or broke down.
     """
-    from glm5lab.gguf.reader import open_gguf, require_glm5
+    from glm5lab.gguf.config import read_architecture
+    from glm5lab.gguf.reader import open_gguf
 
     model = open_gguf(file)
-    require_glm5(model)
     unknown = [name for name in against if name not in REFEREES]
     if unknown or not against:
         known = " or ".join(REFEREES)
         raise InputError(file, f"no such referee: {', '.join(unknown) or 'none'}", f"use {known}")
-    context = int(model.metadata[f"{model.architecture}.context_length"])
+    architecture = read_architecture(model)
+    context = architecture.max_position_embeddings
     if not prompts or min(prompts) < 1 or max(prompts) + new_tokens > context - ROOM:
         raise InputError(
             file,
@@ -66,7 +67,6 @@ def run_check(
     require_referees(against)
     ours, backend = engine_rows(model.path, asked, new_tokens, dtype, **llm_options)
     rows = judge(model.path, ours, against, dtype)
-    top_k = int(model.metadata[f"{model.architecture}.attention.indexer.top_k"])
     tolerance = TOLERANCE[dtype]
     return CheckReport(
         file=str(file),
@@ -74,7 +74,7 @@ def run_check(
         backend=backend,
         tolerance=tolerance.logprob,
         tie=tolerance.tie,
-        top_k=top_k,
+        top_k=architecture.index_topk,
         rows=tuple(rows),
     )
 

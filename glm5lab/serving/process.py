@@ -85,7 +85,7 @@ class LoggedProcess:
         """Start the command in a session of its own, so that Ctrl-C reaches its owner only."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "glm5lab.serving.leash", *self.command],
+            [sys.executable, "-P", "-m", "glm5lab.serving.leash", *self.command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

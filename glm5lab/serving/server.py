@@ -26,12 +26,10 @@ from glm5lab.env import engine_distribution, engine_platform, find_gpus
 from glm5lab.errors import Glm5labError, InputError
 from glm5lab.serving.client import Client
 from glm5lab.serving.process import LoggedProcess
-from glm5lab.vllm_plugin import BACKEND
+from glm5lab.vllm_plugin import BACKEND, CPU_CACHE_GIB
 
 LOCAL = "127.0.0.1"
 ANYWHERE = {"0.0.0.0": LOCAL, "::": "::1"}
-# GiB of cache for the CPU engine where the user has not said; vLLM takes half the machine.
-CPU_CACHE_GIB = 1
 POLL_S = 0.25
 SAY_S = 30.0
 
@@ -68,7 +66,7 @@ def command(
         raise InputError(name, "is among vLLM's own options", "give --host and --port before `--`")
     for name in sorted(option for option in given if option.startswith("--ssl-")):
         raise InputError(name, "is not supported here", "run `vllm serve FILE` itself for TLS")
-    line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(file)]
+    line = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(file)]
     line += ["--host", host, "--port", str(port)]
     if platform() == "cpu" and "--dtype" not in given:
         line += ["--dtype", "float32"]

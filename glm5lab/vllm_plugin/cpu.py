@@ -5,7 +5,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
-from glm5lab.vllm_plugin import BACKEND
+from glm5lab.vllm_plugin import BACKEND, CPU_CACHE_GIB
 
 logger = init_logger("vllm.glm5lab")
 
@@ -49,6 +49,12 @@ class Glm5CpuPlatform(CpuPlatform):
                 cache.enable_prefix_caching,
                 cache.block_size,
             ) = kept
+            untouched = type(cache)().gpu_memory_utilization == cache.gpu_memory_utilization
+            if cache.kv_cache_memory_bytes is None and untouched:
+                cache.kv_cache_memory_bytes = CPU_CACHE_GIB << 30
+                logger.info_once(
+                    "The cache takes %d GiB; --kv-cache-memory-bytes asks for more.", CPU_CACHE_GIB
+                )
             # The indexer loops over requests in Python: nothing for torch.compile to trace.
             vllm_config.compilation_config.mode = CompilationMode.NONE
             logger.info_once("Sparse MLA keeps chunked prefill and prefix caching as configured.")
