@@ -195,6 +195,7 @@ def kernel_layer(child: LoggedProcess) -> None:
 
 def backend_layer(work: Work, model: "GgufModel") -> None:
     """Layer 4: the engine takes our backend, and its log-probabilities equal the referees'."""
+    from glm5lab.check.run import installed_referees
     from glm5lab.serving.server import selected_backend
 
     referees = installed_referees()
@@ -212,14 +213,6 @@ def backend_layer(work: Work, model: "GgufModel") -> None:
         print(f"{'':10}  {selected_backend(child.lines) or BACKEND}", flush=True)
         if not found["ok"]:
             raise CheckError(f"{found['summary']}; {child.log} lists the rows")
-
-
-def installed_referees() -> list[str]:
-    """Names of the referees whose packages are there."""
-    from importlib.util import find_spec
-
-    packages = {"hf": "transformers", "llama.cpp": "xllamacpp"}
-    return [name for name, package in packages.items() if find_spec(package)]
 
 
 def too_large(model: "GgufModel") -> str | None:

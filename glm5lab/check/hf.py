@@ -60,8 +60,6 @@ class HfReferee:
         InputError: the file cannot be used.
     """
 
-    name = "hf"
-
     def __init__(self, path: str | Path) -> None:
         from glm5lab.gguf.config import hf_config
         from glm5lab.gguf.reader import open_gguf

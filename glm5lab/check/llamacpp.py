@@ -40,8 +40,6 @@ class LlamaCppReferee:
         InputError: the file cannot be used, or the disk is too small for the F32 copy.
     """
 
-    name = "llama.cpp"
-
     def __init__(self, path: str | Path, threads: int = 1, timeout_s: float = 1800.0) -> None:
         from glm5lab.gguf.reader import open_gguf
 

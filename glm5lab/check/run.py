@@ -14,12 +14,13 @@ from glm5lab.check.progress import say
 from glm5lab.check.report import CheckReport, ReportRow
 from glm5lab.errors import CheckError, InputError
 
-REFEREES = ("hf", "llama.cpp")
+# Referee -> the package that it needs.
+REFEREES = {"hf": "transformers", "llama.cpp": "xllamacpp"}
 
 
 def run_check(
     file: str | Path,
-    against: Sequence[str] = REFEREES,
+    against: Sequence[str] = tuple(REFEREES),
     prompts: Sequence[int] = (8, 16, 40, 200),
     new_tokens: int = 8,
     dtype: str = "float32",
@@ -79,16 +80,18 @@ def run_check(
     )
 
 
-def require_referees(against: Sequence[str]) -> None:
-    """CheckError where a referee's package is missing, before anything slow starts."""
+def installed_referees() -> list[str]:
+    """Names of the referees whose packages are there."""
     from importlib.util import find_spec
 
-    packages = {"hf": "transformers", "llama.cpp": "xllamacpp"}
-    for name in against:
-        if find_spec(packages[name]) is None:
-            raise CheckError(
-                f"the referee {name} needs {packages[name]}; pip install {packages[name]}"
-            )
+    return [name for name, package in REFEREES.items() if find_spec(package)]
+
+
+def require_referees(against: Sequence[str]) -> None:
+    """CheckError where a referee's package is missing, before anything slow starts."""
+    for name in set(against) - set(installed_referees()):
+        package = REFEREES[name]
+        raise CheckError(f"the referee {name} needs {package}; pip install {package}")
 
 
 def judge(

@@ -45,11 +45,11 @@ def pointer(model: GgufModel) -> dict[str, Any]:
     }
 
 
-def prepare(path: str | Path, folder: str | Path | None = None) -> Path:
+def prepare(source: str | Path | GgufModel, folder: str | Path | None = None) -> Path:
     """Write config.json, generation_config.json, tokenizer files and the pointer to the weights.
 
     Args:
-        path: any shard of a GLM-5 GGUF model, or its folder.
+        source: any shard of a GLM-5 GGUF model, its folder, or the model when it is open.
         folder: where to write; None for a folder in the cache, which is reused while the shards
             stay as they are.
 
@@ -60,11 +60,16 @@ def prepare(path: str | Path, folder: str | Path | None = None) -> Path:
         InputError: the file cannot be read, is not GLM-5, or is incomplete; or the folder cannot
             be written.
     """
-    model = open_gguf(path)
+    model = source if isinstance(source, GgufModel) else open_gguf(source)
     require_glm5(model)
-    marker = pointer(model)
+    files = {
+        "config.json": hf_config(model),
+        "generation_config.json": generation_config(model),
+        # The marker comes last: a folder that has it is complete.
+        MARKER: pointer(model),
+    }
     try:
-        return _write_cached(model, marker) if folder is None else _write(model, marker, folder)
+        return _write_cached(model, files) if folder is None else _write(model, files, folder)
     except OSError as error:
         raise InputError(
             folder or cache_root(),
@@ -73,17 +78,16 @@ def prepare(path: str | Path, folder: str | Path | None = None) -> Path:
         ) from error
 
 
-def _write_cached(model: GgufModel, marker: dict[str, Any]) -> Path:
-    # The files' contents are part of the key: another glm5lab may write others.
-    content = [marker, hf_config(model), generation_config(model)]
-    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+def _write_cached(model: GgufModel, files: dict[str, Any]) -> Path:
+    # Contents are part of the key: another glm5lab may write others for the same shards.
+    key = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
     target = cache_root() / "prepared" / f"{model.path.stem}-{key}"
     if not is_prepared(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may prepare the same file: each writes apart, the first rename wins.
         work = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=target.parent))
         try:
-            _write(model, marker, work)
+            _write(model, files, work)
             work.rename(target)
         except OSError:
             if not is_prepared(target):
@@ -93,22 +97,17 @@ def _write_cached(model: GgufModel, marker: dict[str, Any]) -> Path:
     return target
 
 
-def _write(model: GgufModel, marker: dict[str, Any], folder: str | Path) -> Path:
-    folder, config = Path(folder), hf_config(model)
-    require_complete(model, config)
+def _write(model: GgufModel, files: dict[str, Any], folder: str | Path) -> Path:
+    folder = Path(folder)
+    require_complete(model, files["config.json"])
     if folder.exists() and not folder.is_dir():
         raise InputError(folder, "is a file", "name a folder to write to")
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(model, folder)
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", generation_config(model))
-    # The marker comes last: a folder that has it is complete.
-    _write_json(folder / MARKER, marker)
+    for name, value in files.items():
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def open_prepared(folder: str | Path) -> GgufModel:

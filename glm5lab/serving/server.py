@@ -26,7 +26,7 @@ from glm5lab.env import engine_distribution, engine_platform, find_gpus
 from glm5lab.errors import Glm5labError, InputError
 from glm5lab.serving.client import Client
 from glm5lab.serving.process import LoggedProcess
-from glm5lab.vllm_plugin import BACKEND, CPU_CACHE_GIB
+from glm5lab.vllm_plugin import BACKEND
 
 LOCAL = "127.0.0.1"
 ANYWHERE = {"0.0.0.0": LOCAL, "::": "::1"}
@@ -76,8 +76,6 @@ def command(
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables to add for the server; those that are set already stay."""
     wanted = {"VLLM_NO_USAGE_STATS": "1"}
-    if platform() == "cpu":
-        wanted["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_GIB)
     return {name: value for name, value in wanted.items() if name not in environment}
 
 

@@ -73,18 +73,13 @@ def names_text(model: GgufModel, result: Reconciliation) -> str:
     return "\n".join(lines)
 
 
-def map_file(file: str | Path) -> tuple[GgufModel, Reconciliation]:
-    """Open a GLM-5 file and map its names; InputError for anything that is not one."""
-    model = open_gguf(file)
-    require_glm5(model)
-    return model, reconcile(model, hf_config(model))
-
-
 def map_text(file: str | Path) -> tuple[str, bool]:
     """The name table of a file, and whether everything fits.
 
     Raises:
         InputError: the file cannot be read or is not GLM-5.
     """
-    model, result = map_file(file)
+    model = open_gguf(file)
+    require_glm5(model)
+    result = reconcile(model, hf_config(model))
     return names_text(model, result), not result.problems

@@ -7,8 +7,6 @@ neither torch nor vLLM.
 
 BACKEND = "TRITON_MLA_SPARSE"
 LOAD_FORMAT = "glm5lab"
-# GiB of cache for the CPU engine where the user has not said; vLLM takes 92 % of the machine.
-CPU_CACHE_GIB = 1
 
 _registered = False
 

@@ -5,11 +5,12 @@ positions, they become cache slots, and sparse MLA attends to the rows in those 
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -24,6 +25,8 @@ from glm5lab.attention.reference import slots_of
 from glm5lab.vllm_plugin import BACKEND
 
 logger = init_logger("vllm.glm5lab")
+
+Metadata = TypeVar("Metadata", bound=AttentionMetadata)
 
 
 class TritonMLASparseBackend(AttentionBackend):
@@ -60,8 +63,7 @@ class TritonMLASparseMetadata(AttentionMetadata):
     num_actual_tokens: int
     num_decodes: int  # R
     num_decode_tokens: int  # T
-    request_of_token: torch.Tensor  # [T] int64
-    block_table: torch.Tensor  # [R, pages] int32
+    pages_of_token: torch.Tensor  # [T, pages] int32, gathered once for all layers
     num_prefills: int = 0
 
 
@@ -89,8 +91,8 @@ def store_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> 
     cache[slots // page_size, slots % page_size] = rows.to(cache.dtype)
 
 
-class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[TritonMLASparseMetadata]):
-    """Builds TritonMLASparseMetadata from vLLM's batch description."""
+class BatchMetadataBuilder(AttentionMetadataBuilder[Metadata], Generic[Metadata]):
+    """What the builders here share; vLLM leaves the constructor abstract."""
 
     _cudagraph_support: ClassVar = AttentionCGSupport.NEVER
 
@@ -98,6 +100,10 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[TritonMLASparseMet
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+
+class TritonMLASparseMetadataBuilder(BatchMetadataBuilder[TritonMLASparseMetadata]):
+    """Builds TritonMLASparseMetadata from vLLM's batch description."""
 
     def build(
         self,
@@ -110,8 +116,7 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[TritonMLASparseMet
             num_actual_tokens=batch.num_actual_tokens,
             num_decodes=batch.num_reqs,
             num_decode_tokens=batch.num_actual_tokens,
-            request_of_token=request_of_token(batch),
-            block_table=batch.block_table_tensor,
+            pages_of_token=batch.block_table_tensor[request_of_token(batch)],
         )
 
 
@@ -152,6 +157,9 @@ class TritonMLASparseImpl(MLAAttentionImpl[TritonMLASparseMetadata], SharedTopkI
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank: int = mla_arguments["kv_lora_rank"]
+        device = current_platform.device_type
+        self.sparse_mla = implementation(device)
+        logger.info_once("%s runs its %s kernel.", BACKEND, implementation_name(device))
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
@@ -184,7 +192,6 @@ class TritonMLASparseImpl(MLAAttentionImpl[TritonMLASparseMetadata], SharedTopkI
             q = torch.cat(q, -1)
         assert self.topk_indices_buffer is not None
         cache, tokens = kv_c_and_k_pe_cache, q.shape[0]
-        table = attn_metadata.block_table[attn_metadata.request_of_token[:tokens]]
-        slots = slots_of(self.topk_indices_buffer[:tokens], table, cache.shape[1])
-        logger.info_once("%s runs its %s kernel.", BACKEND, implementation_name(q.device.type))
-        return implementation(q.device.type)(q, cache, slots, self.scale, d_v=self.kv_lora_rank)
+        pages = attn_metadata.pages_of_token[:tokens]
+        slots = slots_of(self.topk_indices_buffer[:tokens], pages, cache.shape[1])
+        return self.sparse_mla(q, cache, slots, self.scale, d_v=self.kv_lora_rank)

@@ -17,12 +17,11 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Inde
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
-    AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 
 from glm5lab.attention.reference import indexer_logits, top_k
-from glm5lab.vllm_plugin.backend import store_rows
+from glm5lab.vllm_plugin.backend import BatchMetadataBuilder, store_rows
 
 # Query tokens whose scores against all keys and index heads are held at once.
 TOKENS_AT_ONCE = 128
@@ -50,13 +49,8 @@ class PlainIndexerMetadata(AttentionMetadata):
     seq_lens: list[int]  # R lengths, the new tokens included
 
 
-class PlainIndexerMetadataBuilder(AttentionMetadataBuilder[PlainIndexerMetadata]):
+class PlainIndexerMetadataBuilder(BatchMetadataBuilder[PlainIndexerMetadata]):
     """Builds PlainIndexerMetadata from vLLM's batch description."""
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self,

@@ -110,8 +110,8 @@ def point_to_prepared_folder(engine_args: Any) -> None:
     if is_prepared(model):
         folder = Path(model)
     # GGUF files of other models belong to other plugins.
-    elif find_gguf(model) and open_gguf(model).architecture == ARCHITECTURE:
-        folder = prepare(model)
+    elif find_gguf(model) and (gguf := open_gguf(model)).architecture == ARCHITECTURE:
+        folder = prepare(gguf)
     else:
         return
     if engine_args.served_model_name is None:
