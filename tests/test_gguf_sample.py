@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from llama_tokenize import llama_cpp_ids
+from unknown_types import with_unknown_types
 
 from glm5lab.architecture import Glm5Architecture
 from glm5lab.errors import Glm5labError, InputError
@@ -156,6 +157,36 @@ def test_names_and_types(sample_mix: Path, sample_share: Path, sample_mtp: Path)
     assert "blk.4.indexer.attn_k.weight" in mtp.tensors
 
 
+def test_q4_k_m_is_llama_quantizes(tmp_path: Path) -> None:
+    """Types that llama-quantize itself chose for this model (measured with build b11739)."""
+    path = write_sample(tmp_path, types="q4_k_m", shards=2)
+    assert llama_cpp_ids(path, [" the"]) == [[263]]
+    model = open_gguf(path)
+    types = {name: t.type for name, t in model.tensors.items()}
+    assert model.metadata["general.file_type"] == 15
+    assert (types["token_embd.weight"], types["output.weight"]) == ("Q4_K", "Q6_K")
+    block = {n.split(".", 2)[2]: t for n, t in types.items() if n.startswith("blk.1.")}
+    small = {n for n, t in block.items() if t == "F32"}
+    assert small == {n for n in block if "norm" in n} | {"ffn_gate_inp.weight", "exp_probs_b.bias"}
+    assert {n: t for n, t in block.items() if t not in ("F32", "Q4_K")} == {
+        "attn_k_b.weight": "Q5_0"
+    }
+    for role, layers in (("ffn_down_exps", (1, 2, 3, 4)), ("ffn_down_shexp", (1, 2, 3, 4))):
+        found = [types[f"blk.{i}.{role}.weight"] for i in layers]
+        assert found == ["Q4_K", "Q6_K", "Q4_K", "Q6_K"]
+
+
+def test_types_of_the_ik_fork(sample_mix: Path, tmp_path: Path) -> None:
+    """gguf-py refuses such a file; ours reads it."""
+    path = with_unknown_types(sample_mix, tmp_path)
+    model = open_gguf(path)
+    assert model.tensors["blk.2.ffn_down_exps.weight"].type == "unknown(138)"
+    assert model.tensors["blk.2.ffn_gate_exps.weight"].type == "unknown(144)"
+    assert len(model.tensors) == len(open_gguf(sample_mix).tensors)
+    with pytest.raises(ValueError, match="is not a valid GGMLQuantizationType"):
+        gguf.GGUFReader(model.tensors["blk.2.ffn_down_exps.weight"].path)
+
+
 def test_gguf_names_are_gguf_pys(sample_mtp: Path) -> None:
     known = {gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.GLM_DSA]}
     for tensor in open_gguf(sample_mtp).tensors.values():
@@ -223,7 +254,7 @@ def test_failure_leaves_nothing_that_looks_whole(
     ("arguments", "cause"),
     [
         ({"kind": "huge"}, "kind: 'huge' is unknown; use full, share, mtp"),
-        ({"types": "q4"}, "types: 'q4' is unknown; use f32, f16, q8_0, mix"),
+        ({"types": "q4"}, "types: 'q4' is unknown; use f32, f16, q8_0, q4_k_m, mix"),
         ({"shards": 0}, "shards: 0 is out of range; use 1 to"),
         ({"shards": 100}, "shards: 100 is out of range"),
         ({"metadata_first_shard": True}, "shards: 1 is out of range; use 2 to"),

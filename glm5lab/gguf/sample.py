@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 MAX_SHARDS = 99
-FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "mix": 15}  # llama.cpp's enum llama_ftype
+FILE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "q8_0": 7,
+    "q4_k_m": 15,
+    "mix": 15,
+}  # llama.cpp's enum llama_ftype
 Item = tuple[str, npt.NDArray[Any], int]
 
 
@@ -44,7 +50,8 @@ def write_sample(
         folder: where the files go; made when it is not there.
         kind: "full" (an indexer on every layer), "share" (IndexShare) or "mtp" (with the
             multi-token prediction layer).
-        types: "f32", "f16", "q8_0", or "mix": types as llama-quantize mixes them.
+        types: "f32", "f16", "q8_0", "q4_k_m" (what llama-quantize makes of it), or "mix": types
+            mixed further, as publishers do.
         shards: number of files.
         metadata_first_shard: the first shard holds metadata only, as many published sets do.
         hf: also write the same values as an HF safetensors folder, `folder/hf`.
@@ -55,7 +62,7 @@ def write_sample(
 
     Raises:
         InputError: the folder cannot be written, an argument is out of range, or the quantizer
-            that "mix" needs is not installed.
+            that "q4_k_m" and "mix" need is not installed.
     """
     folder = Path(folder).expanduser()
     _check_arguments(folder, kind, types, shards, metadata_first_shard)
@@ -64,7 +71,7 @@ def write_sample(
     items: list[Item] = []
     rounded: dict[str, npt.NDArray[np.float32]] = {}
     for name, values in to_gguf(arch, weights):
-        type_id = tensor_type(name, values.shape, types)
+        type_id = tensor_type(name, values.shape, types, arch.block_count)
         data = quantize(values, type_id)
         items.append((name, data, type_id))
         if hf and types != "f32":

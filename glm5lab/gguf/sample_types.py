@@ -1,6 +1,8 @@
 """Which quantization type each tensor of a sample has."""
 
-TYPES = ("f32", "f16", "q8_0", "mix")
+from glm5lab.gguf.quantize_rules import quantized_type
+
+TYPES = ("f32", "f16", "q8_0", "q4_k_m", "mix")
 F32, F16, Q4_0, Q5_0, Q5_1, Q8_0 = 0, 1, 2, 6, 7, 8
 Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 12, 13, 14, 20, 23
 BLOCK = {F32: 1, F16: 1, Q4_0: 32, Q5_0: 32, Q5_1: 32, Q8_0: 32, IQ4_NL: 32}
@@ -38,14 +40,17 @@ UNIFORM = {"f32": F32, "f16": F16, "q8_0": Q8_0}
 ALWAYS_F32 = ("ffn_gate_inp", "exp_probs_b")
 
 
-def tensor_type(name: str, shape: tuple[int, ...], types: str) -> int:
+def tensor_type(name: str, shape: tuple[int, ...], types: str, blocks: int) -> int:
     """GGML type number of one tensor.
 
     Args:
         name: GGUF name.
         shape: torch order.
         types: one of TYPES.
+        blocks: blocks of the model; "q4_k_m" follows llama-quantize, which counts them.
     """
+    if types == "q4_k_m":
+        return quantized_type(name, shape, blocks, types)
     parts = name.split(".")
     layer = int(parts[1]) if parts[0] == "blk" else 0
     role = ".".join(parts[2:-1] if parts[0] == "blk" else parts[:-1])
