@@ -1,0 +1,230 @@
+"""Which GPU holds which part of each tensor, and how many bytes that takes there.
+
+How vLLM divides GLM-5 (deepseek_v2.py and models/deepseek_v32, 0.32 and 0.33): matrices over
+heads and inner widths are cut over the tensor-parallel ranks, the latents' projections and the
+indexer are whole on every rank, vocabularies are cut by rows and padded, layers are dealt to the
+pipeline stages. Per rank the largest share is given; vLLM allocates the same on all of a stage.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import Any, Literal
+
+from glm5lab.architecture import FULL
+from glm5lab.errors import InputError
+from glm5lab.gguf.reader import GgufModel, Tensor
+
+Split = Literal["vocab", "column", "row", "expert", "replicated", "dropped"]
+
+# Roles (names inside a block without `.weight`) by how vLLM cuts them; all others are replicated.
+COLUMN = (
+    "attn_q_b",
+    "attn_k_b",
+    "attn_v_b",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_gate_shexp",
+    "ffn_up_shexp",
+)
+ROW = ("attn_output", "ffn_down", "ffn_down_shexp")
+EXPERTS_COLUMN = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps")
+EXPERTS_ROW = ("ffn_down_exps",)
+FIRST_STAGE, LAST_STAGE = ("token_embd.weight",), ("output.weight", "output_norm.weight")
+VOCABULARY = ("token_embd.weight", "output.weight")
+VOCABULARY_PADDING = 64  # rows; vLLM's DEFAULT_VOCAB_PADDING_SIZE
+
+# Parameters that vLLM builds in float32 whatever the model's dtype.
+FLOAT32 = ("exp_probs_b.bias", "indexer.k_norm.weight", "indexer.k_norm.bias")
+# Matrices that vLLM needs as plain numbers: kv_b joined from k and v and absorbed into queries,
+# the index keys' projection built without quantization, the router in full precision.
+DEQUANTIZED = ("attn_k_b", "attn_v_b", "indexer.attn_k", "indexer.proj", "ffn_gate_inp")
+# Matrices that become one parameter: its rows are as wide as those of its widest part.
+FUSED = (
+    ("attn_q_a", "attn_kv_a_mqa"),
+    ("ffn_gate", "ffn_up"),
+    ("ffn_gate_shexp", "ffn_up_shexp"),
+)
+PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor goes.
+
+    Attributes:
+        split: how the ranks of a stage divide it ("dropped": no rank loads it).
+        stage: pipeline stage that holds it, from 0; -1 when dropped.
+        packed: bytes of one rank's part as the file stores it.
+        loaded: bytes that this part occupies once loaded, padding included.
+        kept: whether the loaded form is still the file's quantized one.
+        problem: why the ranks cannot divide it so; "" when they can.
+    """
+
+    split: Split
+    stage: int = -1
+    packed: int = 0
+    loaded: int = 0
+    kept: bool = False
+    problem: str = ""
+
+
+DROPPED = Placement("dropped")
+
+
+def stage_layers(layers: int, pp: int, partition: Sequence[int] | None = None) -> list[range]:
+    """The decoder layers of each pipeline stage, as vLLM deals them (distributed/utils.py).
+
+    Args:
+        layers: decoder layers.
+        pp: stages.
+        partition: layers a stage (VLLM_PP_LAYER_PARTITION); None for vLLM's own: even, and what
+            is left over one each to the stages before the last.
+
+    Raises:
+        ValueError: fewer layers than stages, or a partition that does not add up.
+    """
+    if not 1 <= pp <= layers:
+        raise ValueError(f"pp: expected 1 to {layers} stages (one a layer), got {pp}")
+    sizes = list(partition or [layers // pp] * pp)
+    if partition is None:
+        for stage in range(layers % pp):
+            sizes[-2 - stage] += 1
+    if len(sizes) != pp or sum(sizes) != layers or min(sizes) < 1:
+        raise ValueError(f"partition: expected {pp} counts with the sum {layers}, got {sizes}")
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def placements(
+    model: GgufModel,
+    config: Mapping[str, Any],
+    tp: int = 1,
+    pp: int = 1,
+    gpu: bool = True,
+    expert_parallel: bool = False,
+    partition: Sequence[int] | None = None,
+) -> dict[str, Placement]:
+    """The placement of every tensor, by GGUF name.
+
+    Args:
+        model: a GLM-5; its header is enough.
+        config: from `gguf.config.hf_config`; `dtype` is what the engine computes in.
+        tp: tensor-parallel ranks of a stage.
+        pp: pipeline stages.
+        gpu: quantized weights stay quantized where a kernel takes them; on the CPU all are
+            dequantized to `dtype`.
+        expert_parallel: whole experts a rank instead of a slice of every expert.
+        partition: decoder layers a stage; None for vLLM's own.
+
+    Raises:
+        InputError: `tp` or `pp` is no count that this model can have.
+    """
+    if tp < 1:
+        raise InputError(model.path, f"tp {tp}: expected at least 1 rank", "name 1 or more")
+    try:
+        stages = stage_layers(config["num_hidden_layers"], pp, partition)
+    except ValueError as error:
+        raise InputError(model.path, str(error), "name a number of stages that fits") from error
+    cut = _Cutter(model, config, tp, gpu, expert_parallel)
+    stage_of = {layer: number for number, layers in enumerate(stages) for layer in layers}
+    result = {}
+    for tensor in model.tensors.values():
+        stage = _stage(tensor, stage_of, pp, config)
+        result[tensor.name] = DROPPED if stage is None else replace(cut(tensor), stage=stage)
+    return result
+
+
+def _stage(
+    tensor: Tensor, stage_of: Mapping[int, int], pp: int, config: Mapping[str, Any]
+) -> int | None:
+    """The stage that loads a tensor; None for one that no stage loads."""
+    layer, role = tensor.layer, tensor.role
+    if layer is None:
+        return 0 if role in FIRST_STAGE else pp - 1 if role in LAST_STAGE else None
+    if layer not in stage_of or role.startswith("nextn."):
+        return None
+    types = config.get("indexer_types")
+    if role.startswith("indexer.") and types is not None and types[layer] != FULL:
+        return None
+    return stage_of[layer]
+
+
+class _Cutter:
+    """Cuts tensors for one rank."""
+
+    def __init__(
+        self, model: GgufModel, config: Mapping[str, Any], tp: int, gpu: bool, ep: bool
+    ) -> None:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        self.tensors, self.tp, self.gpu, self.ep = model.tensors, tp, gpu, ep
+        self.itemsize = DTYPE_BYTES[config["dtype"]]
+        self.blocks = {int(t): GGML_QUANT_SIZES[t][0] for t in GGMLQuantizationType}
+
+    def __call__(self, tensor: Tensor) -> Placement:
+        split, rows, columns, problem = self._part(tensor)
+        width = tensor.shape[-1]
+        row_bytes = tensor.nbytes / max(1, prod(tensor.shape[:-1]))
+        held = min(rows, prod(tensor.shape[:-1]))  # padding rows are not in the file
+        packed = round(held * row_bytes * columns / max(1, width))
+        kept = self._kept(tensor)
+        if kept:
+            widest = max(self._row_bytes(other) for other in self._fused(tensor))
+            loaded = round(rows * widest * columns / max(1, width))
+        else:
+            loaded = rows * columns * (4 if tensor.role in FLOAT32 else self.itemsize)
+        return Placement(split, 0, packed, loaded, kept, problem)
+
+    def _part(self, tensor: Tensor) -> tuple[Split, int, int, str]:
+        """How a tensor is split; rows (all leading axes) and columns of one rank; the problem."""
+        role, shape, tp = tensor.role.removesuffix(".weight"), tensor.shape, self.tp
+        rows, columns = prod(shape[:-1]), shape[-1]
+        if tensor.role in VOCABULARY:
+            padded = -(-rows // VOCABULARY_PADDING) * VOCABULARY_PADDING
+            return "vocab", -(-padded // tp), columns, _indivisible(tensor, "rows", padded, tp)
+        if role in EXPERTS_COLUMN + EXPERTS_ROW and self.ep:
+            return "expert", -(-shape[0] // tp) * (rows // max(1, shape[0])), columns, ""
+        if role in COLUMN + EXPERTS_COLUMN:
+            # k_b and v_b are [heads, ...]; q_b's rows are heads times the head size.
+            cut, unit = (shape[0], "heads") if role in ("attn_k_b", "attn_v_b") else (rows, "rows")
+            if role in EXPERTS_COLUMN:
+                cut = shape[-2] // (2 if role == "ffn_gate_up_exps" else 1)
+            return "column", -(-rows // tp), columns, _indivisible(tensor, unit, cut, tp)
+        if role in ROW + EXPERTS_ROW:
+            problem = _indivisible(tensor, "columns", columns, tp)
+            block = self.blocks.get(tensor.type_id, 1)
+            if not problem and (columns // tp) % block and self._kept(tensor):
+                problem = (
+                    f"{tensor.name}: {columns} columns over {tp} ranks are {columns // tp} each, "
+                    f"and {tensor.type} packs {block}"
+                )
+            return "row", rows, -(-columns // tp), problem
+        return "replicated", rows, columns, ""
+
+    def _fused(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The tensors that become one parameter with this one, itself included."""
+        yield tensor
+        role = tensor.role.removesuffix(".weight")
+        for group in FUSED:
+            for other in group:
+                name = f"blk.{tensor.layer}.{other}.weight"
+                if role in group and other != role and name in self.tensors:
+                    yield self.tensors[name]
+
+    def _kept(self, tensor: Tensor) -> bool:
+        """Whether a tensor stays quantized; a fused one only when all its parts are quantized."""
+        role = tensor.role.removesuffix(".weight")
+        if not self.gpu or role in DEQUANTIZED or len(tensor.shape) < 2:
+            return False
+        return all(part.type not in PLAIN for part in self._fused(tensor))
+
+    @staticmethod
+    def _row_bytes(tensor: Tensor) -> float:
+        return tensor.nbytes / max(1, prod(tensor.shape[:-1]))
+
+
+def _indivisible(tensor: Tensor, unit: str, count: int, tp: int) -> str:
+    return f"{tensor.name}: {count} {unit} do not divide by {tp} ranks" if count % tp else ""

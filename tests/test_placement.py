@@ -1,0 +1,163 @@
+"""Layer 1: which rank holds how many bytes, against what vLLM allocates."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from glm5lab.errors import InputError
+from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.placement import DROPPED, placements, stage_layers
+from glm5lab.gguf.reader import open_gguf
+from glm5lab.gguf.sample import write_sample
+from glm5lab.loading.names import map_name
+
+# Bytes of every parameter of one rank, right behind the loader: afterwards vLLM's CPU kernels
+# repack matrices into forms of their own.
+ENGINE = """
+import json, os, sys
+from glm5lab.loading.loader import GgufModelLoader
+load = GgufModelLoader.load_weights
+def recorded(self, model, config):
+    load(self, model, config)
+    sizes = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
+    print("SIZES", json.dumps(sizes))
+    sys.stdout.flush()
+    os._exit(0)
+GgufModelLoader.load_weights = recorded
+from vllm import LLM
+LLM(model=sys.argv[1], dtype=sys.argv[2], enforce_eager=True, max_model_len=64, max_num_seqs=1)
+"""
+
+
+def engine_sizes(file, dtype):
+    child = subprocess.run(
+        [sys.executable, "-c", ENGINE, str(file), dtype],
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in child.stdout.splitlines() if line.startswith("SIZES ")]
+    assert lines, (child.stdout + child.stderr)[-4000:]
+    return json.loads(lines[0].removeprefix("SIZES "))
+
+
+@pytest.mark.parametrize(
+    ("sample", "dtype"),
+    [("sample_mix", "bfloat16"), ("sample_share", "float32"), ("sample_mtp", "bfloat16")],
+)
+def test_the_sums_equal_what_the_engine_allocates(sample, dtype, request):
+    """Parameter by parameter, so that no two mistakes cancel."""
+    file = request.getfixturevalue(sample)
+    model = open_gguf(file)
+    config = {**hf_config(model), "dtype": dtype}
+    expected: Counter[str] = Counter()
+    for name, placement in placements(model, config, gpu=False).items():
+        mapping = map_name(name, config)
+        assert mapping is not None
+        assert bool(mapping.dropped) == (placement == DROPPED), name
+        if mapping.vllm:
+            expected[mapping.vllm] += placement.loaded
+    assert dict(expected) == engine_sizes(file, dtype)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 2), (1, 5)])
+@pytest.mark.parametrize("sample", ["sample_f32", "sample_mix"])
+def test_the_ranks_parts_add_up_to_the_file(sample, tp, pp, request):
+    model = open_gguf(request.getfixturevalue(sample))
+    config = hf_config(model)
+    for name, placement in placements(model, config, tp, pp).items():
+        nbytes = model.tensors[name].nbytes
+        whole = placement.split == "replicated"
+        assert placement.packed * (1 if whole else tp) == nbytes, name
+        assert 0 <= placement.stage < pp
+        assert placement.loaded >= placement.packed or not placement.kept
+
+
+def test_quantized_weights_stay_so_on_a_gpu_but_for_what_vllm_needs_plain(sample_mix):
+    model = open_gguf(sample_mix)
+    table = placements(model, hf_config(model))
+    plain = {model.tensors[n].role for n, p in table.items() if not p.kept}
+    assert plain == {
+        *("attn_k_b.weight", "attn_v_b.weight", "indexer.attn_k.weight", "indexer.proj.weight"),
+        *("ffn_gate_inp.weight", "exp_probs_b.bias", "output_norm.weight", "attn_norm.weight"),
+        *("ffn_norm.weight", "attn_q_a_norm.weight", "attn_kv_a_norm.weight"),
+        *("indexer.k_norm.weight", "indexer.k_norm.bias"),
+    }
+    # Rows of 256: Q8_0 takes 272 bytes, Q6_K 210; the fused parameter's rows are 272 wide.
+    q_a, kv_a = table["blk.0.attn_q_a.weight"], table["blk.0.attn_kv_a_mqa.weight"]
+    assert (q_a.loaded, q_a.packed) == (256 * 272, 256 * 272)
+    assert (kv_a.loaded, kv_a.packed) == (576 * 272, 576 * 210)
+    # [4, 512, 192] in Q5_0 (22 bytes for 32 values) becomes bfloat16.
+    k_b = table["blk.0.attn_k_b.weight"]
+    assert (k_b.loaded, k_b.packed) == (4 * 512 * 192 * 2, 4 * 512 * 192 // 32 * 22)
+
+
+def test_a_fused_parameter_with_a_plain_part_is_plain(sample_mix):
+    model = open_gguf(sample_mix)
+    name = "blk.0.attn_q_a.weight"
+    from dataclasses import replace
+
+    model.tensors[name] = replace(model.tensors[name], type="BF16", nbytes=256 * 512)
+    table = placements(model, hf_config(model))
+    assert not table[name].kept
+    assert not table["blk.0.attn_kv_a_mqa.weight"].kept
+    assert table["blk.0.attn_kv_a_mqa.weight"].loaded == 576 * 256 * 2
+
+
+def test_what_the_ranks_cannot_divide_is_named(sample_mix):
+    model = open_gguf(sample_mix)
+    config = hf_config(model)
+
+    def problems(tp, **options):
+        table = placements(model, config, tp, **options)
+        return "\n".join(p.problem for p in table.values() if p.problem)
+
+    assert problems(1) == ""
+    # Rows of 256 hold one block of Q6_K or Q4_K: half of them is no block.
+    assert "blk.1.ffn_down_exps.weight: 256 columns over 2 ranks are 128 each" in problems(2)
+    assert "ffn_down_exps" not in problems(2, expert_parallel=True)
+    assert "blk.0.attn_k_b.weight: 4 heads do not divide by 3 ranks" in problems(3)
+    assert "token_embd.weight: 512 rows do not divide by 3 ranks" in problems(3)
+    # Dequantized on the CPU, there are no blocks to respect.
+    assert problems(2, gpu=False) == ""
+
+
+def test_whole_experts_a_rank(sample_mix):
+    model = open_gguf(sample_mix)
+    table = placements(model, hf_config(model), tp=4, expert_parallel=True)
+    for name in ("blk.1.ffn_gate_exps.weight", "blk.1.ffn_down_exps.weight"):
+        assert table[name].split == "expert"
+        assert table[name].packed * 4 == model.tensors[name].nbytes
+
+
+def test_layers_are_dealt_as_vllm_deals_them(monkeypatch):
+    from vllm.distributed.utils import get_pp_indices
+
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+    for layers in (4, 5, 78):
+        for pp in range(1, min(layers, 9) + 1):
+            expected = [range(*get_pp_indices(layers, rank, pp)) for rank in range(pp)]
+            assert stage_layers(layers, pp) == expected, (layers, pp)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
+    expected = [range(*get_pp_indices(4, rank, 2)) for rank in range(2)]
+    assert stage_layers(4, 2, [1, 3]) == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"tp": 0}, {"pp": 0}, {"pp": 6}, {"pp": 2, "partition": [5, 1]}]
+)
+def test_impossible_counts_are_refused(sample_f32, options):
+    model = open_gguf(sample_f32)
+    with pytest.raises(InputError, match="expected"):
+        placements(model, hf_config(model), **options)
+
+
+def test_mtp_and_indexers_of_shared_layers_are_dropped(tmp_path):
+    model = open_gguf(write_sample(tmp_path / "mtp", kind="mtp", types="mix"))
+    table = placements(model, hf_config(model))
+    assert {model.tensors[n].layer for n, p in table.items() if p == DROPPED} == {4}
