@@ -171,7 +171,7 @@ def names_layer(model: "GgufModel") -> None:
 
     with layer(2, "names", "mapping tensors, writing config and tokenizer"):
         found = require_complete(model, hf_config(model))
-        prepare(model.path)
+        prepare(model.files[0])
         parameters = len({mapping.vllm for mapping in found.loaded})
         counts = f"{len(found.loaded)} tensors fill {parameters} vLLM parameters"
         rest = f"{len(found.dropped)} dropped, 0 unmatched"

@@ -1,6 +1,6 @@
 """Errors that the command line reports in one line instead of a traceback."""
 
-from pathlib import Path
+from pathlib import PurePath
 
 
 class Glm5labError(Exception):
@@ -28,7 +28,7 @@ class InputError(Glm5labError, ValueError):
 
     exit_code = 2
 
-    def __init__(self, file: str | Path, cause: str, fix: str) -> None:
+    def __init__(self, file: str | PurePath, cause: str, fix: str) -> None:
         super().__init__(f"{file}: {cause}; {fix}")
         self.file, self.cause, self.fix = str(file), cause, fix
 

@@ -53,7 +53,6 @@ HUGE = 1 << 62
 BROKEN: dict[str, tuple[bytes, str]] = {
     "version 1": (header([ARCH], [], version=1), "GGUF version 1; supported are 2, 3"),
     "version 99": (header([ARCH], [], version=99), "GGUF version 99"),
-    "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "many keys": (header([ARCH], [], n_keys=HUGE), f"announces {HUGE} keys"),
     "many tensors": (header([ARCH], [], n_tensors=HUGE), f"announces {HUGE} tensors"),
     "one more tensor": (
@@ -221,8 +220,10 @@ def test_tensor_in_two_shards_and_lost_tensors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"'b' occurs in m-00001-of-00002.gguf and m-00002"):
         open_gguf(first)
     shard(1, [])
-    with pytest.raises(InputError, match=r"announces 3 tensors .* its 2 shards hold 2"):
-        open_gguf(first)
+    assert open_gguf(first).warnings == [
+        "split.tensors.count is 3 in m-00001-of-00002.gguf, m-00002-of-00002.gguf; "
+        "the set holds 2 tensors"
+    ]
     shard(1, ["c"])
     assert list(open_gguf(tmp_path).tensors) == ["a", "b", "c"]
 

@@ -25,7 +25,7 @@ SAMPLES = ["sample_f32", "sample_share", "sample_mix", "sample_mtp"]
 
 
 def size(path: Path) -> int:
-    return sum(p.stat().st_size for p in open_gguf(path).shards)
+    return sum(p.stat().st_size for p in open_gguf(path).files)
 
 
 @pytest.mark.parametrize("kind", ["full", "share", "mtp"])

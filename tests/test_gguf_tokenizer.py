@@ -53,7 +53,7 @@ def tokenizer(model: GgufModel, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 
 def test_equals_llama_cpp(model: GgufModel, tokenizer: Any) -> None:
-    expected = llama_cpp_ids(model.path, TEXTS)
+    expected = llama_cpp_ids(model.files[0], TEXTS)
     assert [tokenizer(text)["input_ids"] for text in TEXTS] == expected
 
 

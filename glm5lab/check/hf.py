@@ -66,7 +66,7 @@ class HfReferee:
 
         model = open_gguf(path)
         blocks = int(model.metadata[f"{model.architecture}.block_count"])
-        self.model = build_model(hf_config(model), ReferenceTensors(model.shards, blocks))
+        self.model = build_model(hf_config(model), ReferenceTensors(model.files, blocks))
 
     def judge(self, case: Case, swaps: Sequence[Choice] = ()) -> Judgement:
         """Log-probabilities of every row: the prompt in one call, then token by token.

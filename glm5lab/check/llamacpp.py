@@ -46,7 +46,7 @@ class LlamaCppReferee:
         if find_spec("xllamacpp") is None:
             raise CheckError("the referee llama.cpp needs xllamacpp; pip install xllamacpp")
         model = open_gguf(path)
-        self.path, self.shards = model.path, model.shards
+        self.path, self.shards = model.files[0], model.files
         self.vocab_size = len(model.metadata["tokenizer.ggml.tokens"])
         self.sampled = plain_token(model.metadata)
         self.threads, self.timeout_s = threads, timeout_s

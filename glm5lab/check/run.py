@@ -66,8 +66,8 @@ def run_check(
         raise InputError(file, f"an engine in {dtype} cannot be checked", f"use {known}")
     asked = random_prompts(normal_tokens(model.metadata, str(file)), prompts, seed)
     require_referees(against)
-    ours, backend = engine_rows(model.path, asked, new_tokens, dtype, **llm_options)
-    rows = judge(model.path, ours, against, dtype)
+    ours, backend = engine_rows(model.files[0], asked, new_tokens, dtype, **llm_options)
+    rows = judge(model.files[0], ours, against, dtype)
     tolerance = TOLERANCE[dtype]
     return CheckReport(
         file=str(file),

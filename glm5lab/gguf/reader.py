@@ -7,24 +7,28 @@
 Headers are parsed at once; data stay on disk (memory maps, read-only).
 """
 
-import mmap
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from glm5lab.errors import InputError
-from glm5lab.gguf.header import DOWNLOAD_AGAIN, Header, parse_header
+from glm5lab.gguf.header import DOWNLOAD_AGAIN, parse_header
 from glm5lab.gguf.shards import find_shards
+from glm5lab.gguf.source import FileSource, Source, location
+from glm5lab.gguf.split import check_numbers, check_total, merge
 from glm5lab.gguf.tensors import Tensor, locate
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ARCHITECTURE", "GgufModel", "Tensor", "open_gguf", "require_glm5"]
+__all__ = ["ARCHITECTURE", "GgufModel", "Tensor", "open_gguf", "open_sources", "require_glm5"]
 
 ARCHITECTURE = "glm-dsa"
+DOWNLOAD_FIRST = "download it first, all shards into one folder, and name that"
 # Types that are plain numbers: GGML type number -> numpy dtype (BF16 has no numpy dtype).
 PLAIN = {0: "<f4", 1: "<f2", 24: "<i1", 25: "<i2", 26: "<i4", 27: "<i8", 28: "<f8"}
 
@@ -39,19 +43,33 @@ class GgufModel:
         metadata: Python values; arrays as lists.
         metadata_types: GGUF value types of each key, (4,) for u32, (9, 8) for a string array.
         tensors: by name, in file order.
+        warnings: what is odd about the files and harmless, a sentence each.
+        byte_order: "little", or "big" for files made for s390x.
+        header_only: the weights are not there, or not asked for; `raw` refuses.
     """
 
-    path: Path
-    shards: tuple[Path, ...]
+    path: PurePath
+    shards: tuple[PurePath, ...]
     metadata: dict[str, Any]
     metadata_types: dict[str, tuple[int, ...]]
     tensors: dict[str, Tensor]
-    _maps: dict[Path, np.ndarray[Any, Any]] = field(default_factory=dict, repr=False)
+    warnings: list[str] = field(default_factory=list)
+    byte_order: Literal["little", "big"] = "little"
+    header_only: bool = False
+    _maps: dict[PurePath, np.ndarray[Any, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def architecture(self) -> str:
         """`general.architecture` ("glm-dsa"), or "" when the file does not say."""
         return str(self.metadata.get("general.architecture", ""))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All shards as local files, the first one first; InputError when they are remote."""
+        local = tuple(p for p in self.shards if isinstance(p, Path))
+        if len(local) < len(self.shards):
+            raise InputError(self.path, "a remote file, only its header is read", DOWNLOAD_FIRST)
+        return local
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +89,10 @@ class GgufModel:
     def raw(self, name: str) -> np.ndarray[Any, Any]:
         """A tensor as it lies in the file: uint8 [nbytes], memory mapped, read-only."""
         t = self.tensor(name)
+        if self.header_only or not isinstance(t.path, Path):
+            raise InputError(
+                t.path, f"only its header is read, not the weights (at {name})", DOWNLOAD_FIRST
+            )
         if t.nbytes == 0:
             return np.empty(0, np.uint8)
         if t.path not in self._maps:
@@ -130,31 +152,62 @@ class GgufModel:
         return pd.DataFrame(rows, columns=columns).astype({"layer": "Int64"})
 
 
-def open_gguf(path: str | Path) -> GgufModel:
+def open_gguf(
+    path: str | Path, *, header_only: bool = False, allow_truncated: bool = False
+) -> GgufModel:
     """Open a GGUF model.
 
     Args:
         path: any shard of a set, a single file, or a folder that holds one set.
+        header_only: do not ask for the weights: files may end behind their header.
+        allow_truncated: list a file that ends inside its weights too, with a warning.
 
     Raises:
         InputError: not there, not readable, not GGUF, damaged, truncated, shards missing.
     """
-    shards = find_shards(Path(path))
-    headers = [_read_header(shard) for shard in shards]
-    _check_split(shards, headers)
-    tensors: dict[str, Tensor] = {}
-    for index, (shard, (header, size)) in enumerate(zip(shards, headers, strict=True)):
-        for t in locate(header, size, shard, index):
-            if t.name in tensors:
-                other = tensors[t.name].path.name
-                place = (
-                    f"twice in {other}" if other == shard.name else f"in {other} and {shard.name}"
-                )
-                raise InputError(shard, f"tensor {t.name!r} occurs {place}", DOWNLOAD_AGAIN)
-            tensors[t.name] = t
-    first = headers[0][0]
-    _check_tensor_count(shards, first, tensors)
-    return GgufModel(shards[0], shards, first.metadata, first.metadata_types, tensors)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(FileSource(p)) for p in find_shards(Path(path))]
+        return open_sources(sources, header_only=header_only, allow_truncated=allow_truncated)
+
+
+def open_sources(
+    sources: Sequence[Source], *, header_only: bool = False, allow_truncated: bool = False
+) -> GgufModel:
+    """The model whose shards, in order, are `sources`; they are read, and not closed.
+
+    Args:
+        sources: all shards, the first one first.
+        header_only: as for `open_gguf`; remote files too, whose weights stay where they are.
+        allow_truncated: as for `open_gguf`.
+
+    Raises:
+        InputError: not GGUF, damaged, truncated, or shards that do not belong together.
+    """
+    shards = tuple(location(s.name) for s in sources)
+    headers = [parse_header(source) for source in sources]
+    warnings = check_numbers(shards, headers)
+    located: list[list[Tensor]] = []
+    for index, (source, header) in enumerate(zip(sources, headers, strict=True)):
+        tensors, cut = locate(header, source.size, shards[index], index)
+        located.append(tensors)
+        if cut and not header_only:
+            if not allow_truncated:
+                raise cut
+            header_only = header_only or source.size <= header.data_start
+            warnings.append(f"{shards[index].name}: {cut.cause}")
+    table = merge(shards, located)
+    warnings += check_total(shards, headers, len(table))
+    first = headers[0]
+    return GgufModel(
+        shards[0],
+        shards,
+        first.metadata,
+        first.metadata_types,
+        table,
+        warnings,
+        first.byte_order,
+        header_only,
+    )
 
 
 def require_glm5(model: GgufModel) -> None:
@@ -166,53 +219,4 @@ def require_glm5(model: GgufModel) -> None:
             fix = "this is a vision projector (mmproj); " + fix
         raise InputError(
             model.path, f"architecture {found!r}; glm5lab runs {ARCHITECTURE!r} (GLM-5)", fix
-        )
-
-
-def _read_header(path: Path) -> tuple[Header, int]:
-    """Header of one shard and the file's size in bytes."""
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size == 0:
-                return parse_header(b"", path), 0
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                return parse_header(view, path), size
-    except OSError as error:
-        raise InputError(
-            path, f"cannot be read: {error.strerror or error}", "check the path and permissions"
-        ) from error
-
-
-def _check_split(shards: tuple[Path, ...], headers: list[tuple[Header, int]]) -> None:
-    """split.count and split.no (which counts from 0) must agree with the file names (from 1)."""
-    for index, (path, (header, _)) in enumerate(zip(shards, headers, strict=True)):
-        count = header.metadata.get("split.count", len(shards))
-        number = header.metadata.get("split.no", index)
-        if count not in (len(shards), 0):
-            raise InputError(
-                path,
-                f"its metadata says it is shard {number + 1} of {count}, "
-                f"its file name says {index + 1} of {len(shards)}",
-                f"name the shards NAME-00001-of-{count:05d}.gguf and so on, all in one folder",
-            )
-        if number != index:
-            raise InputError(
-                path,
-                f"its metadata says shard {number + 1} (split.no {number}, counted from 0), "
-                f"its file name says {index + 1} of {len(shards)}",
-                "the shard is renamed or swapped: download it again under its own name",
-            )
-
-
-def _check_tensor_count(
-    shards: tuple[Path, ...], first: Header, tensors: dict[str, Tensor]
-) -> None:
-    announced = first.metadata.get("split.tensors.count")
-    if isinstance(announced, int) and len(shards) > 1 and announced != len(tensors):
-        raise InputError(
-            shards[0],
-            f"the set announces {announced} tensors (split.tensors.count), "
-            f"its {len(shards)} shards hold {len(tensors)}",
-            "the shards belong to different versions of the model: download all of them again",
         )

@@ -1,8 +1,9 @@
 """Where each tensor of a shard lies, checked against the file's size and its neighbours."""
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from pathlib import Path
+from pathlib import PurePath
 
 from glm5lab.errors import InputError
 from glm5lab.gguf.header import DOWNLOAD_AGAIN, Header, TensorInfo
@@ -19,8 +20,9 @@ class Tensor:
         type: its name ("Q4_K"), or "unknown(142)" when the gguf package does not know it.
         nbytes: bytes in the file; for an unknown type the gap up to the next tensor.
         shard: index of the shard, from 0.
-        path: the shard's file.
+        path: the shard's file; a `Path` when it is a local one.
         offset: bytes from the start of that file.
+        big_endian: the file holds its numbers in that order.
     """
 
     name: str
@@ -29,8 +31,9 @@ class Tensor:
     type: str
     nbytes: int
     shard: int
-    path: Path
+    path: PurePath
     offset: int
+    big_endian: bool = False
 
     @property
     def layer(self) -> int | None:
@@ -46,17 +49,30 @@ class Tensor:
         return self.name if self.layer is None else self.name.split(".", 2)[2]
 
 
-def locate(header: Header, size: int, path: Path, shard: int) -> list[Tensor]:
-    """Absolute places of a shard's tensors, in file order; truncated or overlapping is an error."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+def locate(
+    header: Header, size: int, path: PurePath, shard: int
+) -> tuple[list[Tensor], InputError | None]:
+    """Absolute places of a shard's tensors, in the order of its header.
 
-    known = {int(t): (t.name, *GGML_QUANT_SIZES[t]) for t in GGMLQuantizationType}
+    Args:
+        header: the parsed header.
+        size: bytes of the file.
+        path: the file, for messages.
+        shard: its index in the set, from 0.
+
+    Returns:
+        The tensors, and an error that names the first tensor that the file does not hold whole.
+
+    Raises:
+        InputError: tensors that overlap, are not aligned, or have rows that no block fits.
+    """
+    types = type_sizes()
     order = sorted(range(len(header.tensors)), key=lambda i: header.tensors[i].offset)
     ends = {a: header.tensors[b].offset for a, b in pairwise(order)}
-    found: list[tuple[TensorInfo, str, int]] = [(t, "", 0) for t in header.tensors]
+    found: list[Tensor | None] = [None] * len(order)
+    cut: InputError | None = None
     for i in order:
         t = header.tensors[i]
-        room = ends.get(i, max(size - header.data_start, t.offset)) - t.offset
         if t.offset % header.alignment:
             raise InputError(
                 path,
@@ -64,28 +80,35 @@ def locate(header: Header, size: int, path: Path, shard: int) -> list[Tensor]:
                 f"{header.alignment} (damaged)",
                 DOWNLOAD_AGAIN,
             )
-        name, nbytes = f"unknown({t.type_id})", room
-        if t.type_id in known:
-            name, block, block_bytes = known[t.type_id]
-            nbytes = _size(t, name, block, block_bytes, path)
         start = header.data_start + t.offset
-        if start + nbytes > size:
-            raise _truncated(header, size, path, t, start, nbytes)
-        if nbytes > room:
+        room = ends[i] - t.offset if i in ends else None
+        known = types.get(t.type_id)
+        name, nbytes = f"unknown({t.type_id})", max(0, size - start) if room is None else room
+        if known:
+            name, nbytes = known[0], _size(t, *known, path)
+        if cut is None and (start + nbytes > size or (start == size and not known)):
+            cut = _truncated(header, size, path, t, start, nbytes)
+        if room is not None and nbytes > room:
             raise InputError(
                 path,
                 f"tensor {t.name!r} ({name}, {nbytes} bytes) overlaps the next one, "
                 f"{room} bytes behind its start (damaged)",
                 DOWNLOAD_AGAIN,
             )
-        found[i] = (t, name, nbytes)
-    start = header.data_start
-    return [
-        Tensor(t.name, t.shape, t.type_id, n, b, shard, path, start + t.offset) for t, n, b in found
-    ]
+        big = header.byte_order == "big"
+        found[i] = Tensor(t.name, t.shape, t.type_id, name, nbytes, shard, path, start, big)
+    return [t for t in found if t is not None], cut
 
 
-def _size(t: TensorInfo, name: str, block: int, block_bytes: int, path: Path) -> int:
+@cache
+def type_sizes() -> dict[int, tuple[str, int, int]]:
+    """GGML type number -> name, elements and bytes a block, for types the gguf package knows."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return {int(t): (t.name, *GGML_QUANT_SIZES[t]) for t in GGMLQuantizationType}
+
+
+def _size(t: TensorInfo, name: str, block: int, block_bytes: int, path: PurePath) -> int:
     if t.shape[-1] % block:
         raise InputError(
             path,
@@ -100,7 +123,7 @@ def _size(t: TensorInfo, name: str, block: int, block_bytes: int, path: Path) ->
 
 
 def _truncated(
-    header: Header, size: int, path: Path, t: TensorInfo, start: int, nbytes: int
+    header: Header, size: int, path: PurePath, t: TensorInfo, start: int, nbytes: int
 ) -> InputError:
     """The error for the first tensor, in order of offsets, that the file does not hold whole."""
     missing = start + nbytes - size if start < size else nbytes

@@ -36,7 +36,7 @@ def is_prepared(path: str | Path) -> bool:
 
 def pointer(model: GgufModel) -> dict[str, Any]:
     """What the marker file says: the shards, and enough to notice that they have changed."""
-    shards = [shard.resolve() for shard in model.shards]
+    shards = [shard.resolve() for shard in model.files]
     return {
         "glm5lab": __version__,
         "gguf": [str(shard) for shard in shards],

@@ -1,0 +1,111 @@
+"""Where a GGUF file's bytes come from: a local file here, a server in `remote.py`.
+
+The header is read with plain reads, never through a memory map: a file that shrinks while it is
+being read would end the process with SIGBUS instead of an error.
+"""
+
+import os
+import stat
+from pathlib import Path, PurePath, PurePosixPath
+from types import TracebackType
+from typing import Protocol, Self
+
+from glm5lab.errors import InputError
+
+
+class Source(Protocol):
+    """Random access to the bytes of one GGUF file.
+
+    Attributes:
+        name: path or URL, for messages.
+        size: bytes of the whole file.
+    """
+
+    name: str
+    size: int
+
+    def read(self, offset: int, count: int) -> bytes:
+        """`count` bytes from `offset`; fewer only where the file ends. InputError when it fails."""
+
+    def close(self) -> None:
+        """Give back what reading needed; allowed more than once."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class UrlPath(PurePosixPath):
+    """A URL with a path's `name`, `stem` and `parent`; as text it keeps the two slashes."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+
+def location(name: str) -> PurePath:
+    """A source's name as a path: a real `Path` for local files only."""
+    return UrlPath(name) if "://" in name else Path(name)
+
+
+class FileSource:
+    """A regular local file.
+
+    Raises:
+        InputError: not there, not readable, or a pipe, device or folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.name, self._descriptor = str(path), -1
+        try:
+            # Without O_NONBLOCK, opening a pipe waits for a writer.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            status = os.fstat(self._descriptor)
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+            self.close()
+            raise self._fail(error) from error
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise InputError(
+                path, "not a regular file (a pipe, device or folder)", "save it as a file first"
+            )
+        self.size = status.st_size
+
+    def read(self, offset: int, count: int) -> bytes:
+        """`count` bytes from `offset`; fewer only where the file ends."""
+        parts: list[bytes] = []
+        while count > 0:
+            try:
+                part = os.pread(self._descriptor, count, offset)
+            except (OSError, OverflowError) as error:
+                raise self._fail(error) from error
+            if not part:
+                break
+            parts.append(part)
+            offset, count = offset + len(part), count - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Close the file."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _fail(self, error: Exception) -> InputError:
+        why = getattr(error, "strerror", None) or error
+        return InputError(self.name, f"cannot be read: {why}", "check the path and permissions")
