@@ -62,10 +62,11 @@ def test_any_shard_or_the_folder_opens_the_set(sample_mix: Path) -> None:
     assert len(expected.shards) == 3
     assert expected.path == sample_mix
     assert {t.shard for t in expected.tensors.values()} == {1, 2}
-    for path in (*map(str, expected.files), sample_mix.parent):
+    for path in (*expected.files, sample_mix.parent):
         model = open_gguf(path)
         assert model.tensors == expected.tensors
         assert model.metadata["glm-dsa.block_count"] == 5
+    assert open_gguf(str(sample_mix)).tensors == expected.tensors
 
 
 def test_table_has_a_row_a_tensor(sample_share: Path) -> None:
