@@ -173,59 +173,7 @@ def test_every_truncation_and_random_damage_is_an_input_error(
             continue
 
 
-# ------------------------------------------------------------------------------ paths, shards
-
-
-def copy_set(sample_mix: Path, folder: Path) -> list[Path]:
-    folder.mkdir(exist_ok=True)
-    return [Path(shutil.copy(p, folder)) for p in open_gguf(sample_mix).shards]
-
-
-def test_missing_shards_are_named(tmp_path: Path, sample_mix: Path) -> None:
-    shards = copy_set(sample_mix, tmp_path)
-    shards[1].unlink()
-    for path in (shards[0], shards[1], tmp_path):
-        with pytest.raises(InputError, match=r"1 of its 3 shards are missing: .*-00002-of-00003"):
-            open_gguf(path)
-
-
-def test_swapped_and_foreign_shards(tmp_path: Path, sample_mix: Path) -> None:
-    shards = copy_set(sample_mix, tmp_path / "swapped")
-    shards[1].rename(tmp_path / "x")
-    shards[2].rename(shards[1])
-    (tmp_path / "x").rename(shards[2])
-    with pytest.raises(InputError, match=r"says shard 3 \(split.no 2, counted from 0\)"):
-        open_gguf(shards[0])
-
-    shards = copy_set(sample_mix, tmp_path / "renamed")
-    alone = shards[1].rename(tmp_path / "model.gguf")
-    with pytest.raises(InputError, match="says it is shard 2 of 3, its file name says 1 of 1"):
-        open_gguf(alone)
-
-
-def test_tensor_in_two_shards_and_lost_tensors(tmp_path: Path) -> None:
-    def shard(index: int, names: list[str]) -> Path:
-        keys = [
-            ARCH,
-            key("split.no", 2, struct.pack("<H", index)),
-            key("split.count", 2, struct.pack("<H", 2)),
-            key("split.tensors.count", 5, struct.pack("<i", 3)),
-        ]
-        infos = [tensor(n, (8,), 0, 32 * i) for i, n in enumerate(names)]
-        path = tmp_path / f"m-{index + 1:05d}-of-00002.gguf"
-        return write(path, header(keys, infos), b"\0" * 32 * len(names))
-
-    first = shard(0, ["a", "b"])
-    shard(1, ["b"])
-    with pytest.raises(InputError, match=r"'b' occurs in m-00001-of-00002.gguf and m-00002"):
-        open_gguf(first)
-    shard(1, [])
-    assert open_gguf(first).warnings == [
-        "split.tensors.count is 3 in m-00001-of-00002.gguf, m-00002-of-00002.gguf; "
-        "the set holds 2 tensors"
-    ]
-    shard(1, ["c"])
-    assert list(open_gguf(tmp_path).tensors) == ["a", "b", "c"]
+# ------------------------------------------------------------------------------ paths
 
 
 def test_folders(tmp_path: Path) -> None:

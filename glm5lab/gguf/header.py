@@ -76,9 +76,9 @@ def parse_header(source: Source) -> Header:
     cursor.check_count("tensors", n_tensors, 24)
     tensors = [_tensor_info(cursor, i) for i in range(n_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    # ggml demands a power of two; the specification's "multiple of 8" it does not.
+    # llama.cpp demands a power of two, though the specification says a multiple of 8.
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two")
+        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two as in ggml")
     start = -(-cursor.pos // alignment) * alignment
     order: Literal["little", "big"] = "little" if cursor.order == "<" else "big"
     return Header(version, order, metadata, types, tensors, alignment, start)

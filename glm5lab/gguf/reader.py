@@ -7,6 +7,7 @@
 Headers are parsed at once; data stay on disk (memory maps, read-only).
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from glm5lab.errors import InputError
+from glm5lab.gguf.byte_order import little_endian
 from glm5lab.gguf.header import DOWNLOAD_AGAIN, parse_header
 from glm5lab.gguf.shards import find_shards
 from glm5lab.gguf.source import FileSource, Source, location
@@ -87,7 +89,18 @@ class GgufModel:
         return self.tensors[name]
 
     def raw(self, name: str) -> np.ndarray[Any, Any]:
-        """A tensor as it lies in the file: uint8 [nbytes], memory mapped, read-only."""
+        """A tensor's bytes, uint8 [nbytes]: memory mapped and read-only.
+
+        Of a big-endian file it is a copy, in the little-endian order that kernels expect.
+
+        Raises:
+            InputError: no such tensor, or its bytes are not here (header only, truncated, remote).
+        """
+        t, data = self.tensor(name), self._mapped(name)
+        return little_endian(data, t) if t.big_endian else data
+
+    def _mapped(self, name: str) -> np.ndarray[Any, Any]:
+        """A tensor's bytes as they lie in the file."""
         t = self.tensor(name)
         if self.header_only or not isinstance(t.path, Path):
             raise InputError(
@@ -102,7 +115,7 @@ class GgufModel:
                 raise InputError(t.path, f"cannot be mapped: {error}", "open it again") from error
         out = self._maps[t.path][t.offset : t.offset + t.nbytes]
         if out.nbytes != t.nbytes:
-            raise InputError(t.path, f"has shrunk since it was opened (at {name})", DOWNLOAD_AGAIN)
+            raise InputError(t.path, f"ends inside tensor {name!r}", DOWNLOAD_AGAIN)
         return out
 
     def dequantize(self, name: str, rows: slice | None = None) -> np.ndarray[Any, Any]:
@@ -117,31 +130,19 @@ class GgufModel:
             float32 in torch order, a fresh array that the caller may change.
 
         Raises:
-            InputError: no such tensor, or a type that the gguf package cannot dequantize.
+            InputError: as for `raw`, or a type that the gguf package cannot dequantize.
         """
-        t = self.tensor(name)
-        data = self.raw(name)
-        if t.type_id in PLAIN:
-            values = data.view(PLAIN[t.type_id]).reshape(t.shape)
-            return np.array(values if rows is None else values[rows], dtype=np.float32, order="C")
-        from gguf import GGMLQuantizationType, quants
-
-        row_bytes = t.nbytes // max(1, int(np.prod(t.shape[:-1], dtype=np.int64)))
+        t, data = self.tensor(name), self._mapped(name)
+        row_bytes = t.nbytes // max(1, math.prod(t.shape[:-1]))
         data = data.reshape(*t.shape[:-1], row_bytes)
         if rows is not None and len(t.shape) > 1:
             data, rows = data[rows], None
+        shape = (*data.shape[:-1], t.shape[-1])
         if data.size == 0:
-            return np.empty((*data.shape[:-1], t.shape[-1]), np.float32)
-        try:
-            values = quants.dequantize(data, GGMLQuantizationType(t.type_id))
-        except (NotImplementedError, ValueError) as error:
-            raise InputError(
-                t.path,
-                f"tensor {name!r} has type {t.type}, which the gguf package cannot dequantize",
-                "use a file made by llama.cpp itself, with one of its own types",
-            ) from error
-        values = values if rows is None else values[rows]
-        return np.array(values, dtype=np.float32, order="C")
+            values = np.empty(shape, np.float32)
+        else:
+            values = _values(little_endian(data, t) if t.big_endian else data, t)
+        return np.array(values if rows is None else values[rows], dtype=np.float32, order="C")
 
     def table(self) -> "pd.DataFrame":
         """All tensors, one a row: name, layer, role, shape, type, nbytes, shard, offset."""
@@ -220,3 +221,19 @@ def require_glm5(model: GgufModel) -> None:
         raise InputError(
             model.path, f"architecture {found!r}; glm5lab runs {ARCHITECTURE!r} (GLM-5)", fix
         )
+
+
+def _values(data: np.ndarray[Any, Any], t: Tensor) -> np.ndarray[Any, Any]:
+    """Values of little-endian bytes [..., row bytes]."""
+    if t.type_id in PLAIN:
+        return data.view(PLAIN[t.type_id])
+    from gguf import GGMLQuantizationType, quants
+
+    try:
+        return np.asarray(quants.dequantize(data, GGMLQuantizationType(t.type_id)))
+    except (NotImplementedError, ValueError) as error:
+        raise InputError(
+            t.path,
+            f"tensor {t.name!r} has type {t.type}, which the gguf package cannot dequantize",
+            "use a file made by llama.cpp itself, with one of its own types",
+        ) from error
