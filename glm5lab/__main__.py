@@ -3,6 +3,7 @@
 Every body imports what it calls, so that `glm5lab --help` loads neither torch nor vLLM nor pandas.
 """
 
+import json
 import os
 import sys
 import traceback
@@ -118,12 +119,29 @@ def inspect(file: GgufFile) -> None:
 
 
 @app.command("map")
-def map_names(file: GgufFile) -> None:
+def map_names(
+    file: GgufFile,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.", min=1)] = 1,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="One line a tensor, layers unfolded.")
+    ] = False,
+    device: Annotated[
+        Literal["auto", "gpu", "cpu"],
+        typer.Option(help="Kernels and bytes as there; auto: as on this machine."),
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Every tensor as JSON.")] = False,
+) -> None:
     """Layer 2: which vLLM parameter each tensor fills, and what is left over."""
-    from glm5lab.views.names import map_text
+    from glm5lab.views.names import map_json, map_text
 
-    text, complete = map_text(file)
-    typer.echo(text)
+    gpu = {"auto": None, "gpu": True, "cpu": False}[device]
+    if as_json:
+        content, complete = map_json(file, tp, pp, gpu)
+        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+    else:
+        text, complete = map_text(file, tp, pp, tensors, gpu)
+        typer.echo(text)
     if not complete:
         raise typer.Exit(1)
 

@@ -19,7 +19,8 @@ from glm5lab.loading.prepare import (
     open_prepared,
     prepare,
 )
-from glm5lab.loading.reconcile import expected_shapes, reconcile, require_complete
+from glm5lab.loading.reconcile import reconcile, require_complete
+from glm5lab.loading.shapes import expected_shapes
 
 
 def test_renames_act_on_whole_components():
@@ -27,10 +28,10 @@ def test_renames_act_on_whole_components():
     assert names.rename_component(name, "weight", "qweight").endswith(".weights_proj.qweight")
     assert names.vllm_parameter(name) == (
         "model.layers.3.self_attn.indexer.wk_weights_proj.weight",
-        1,
+        "1",
     )
     gate = "model.layers.3.mlp.gate.weight"
-    assert names.vllm_parameter(gate) == (gate, None)
+    assert names.vllm_parameter(gate) == (gate, "")
 
 
 @pytest.mark.parametrize("sample", ["sample_f32", "sample_share", "sample_mix"])

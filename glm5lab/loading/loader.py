@@ -22,7 +22,7 @@ from glm5lab.errors import CheckError
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.reader import GgufModel
 from glm5lab.loading import transforms
-from glm5lab.loading.names import NameMapping
+from glm5lab.loading.names import NameMapping, hf_names
 from glm5lab.loading.prepare import open_prepared
 from glm5lab.loading.reconcile import require_complete
 
@@ -70,15 +70,11 @@ def progress(
 
 def expected_loads(gguf: GgufModel, mappings: Sequence[NameMapping]) -> dict[str, str]:
     """Hugging Face name -> the vLLM parameter that it must reach."""
-    expected = {}
-    for mapping in mappings:
-        if "{e}" in mapping.hf:
-            experts = gguf.tensors[mapping.gguf].shape[0]
-            for name in transforms.expert_names(mapping, experts):
-                expected[name] = mapping.vllm
-        else:
-            expected[mapping.hf] = mapping.vllm
-    return expected
+    return {
+        name: mapping.vllm
+        for mapping in mappings
+        for name in hf_names(mapping, gguf.tensors[mapping.gguf].shape[0])
+    }
 
 
 class LoadAudit:

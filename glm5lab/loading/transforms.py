@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from glm5lab.gguf.reader import GgufModel
-from glm5lab.loading.names import NameMapping
+from glm5lab.loading.names import NameMapping, hf_names
 
 if TYPE_CHECKING:
     import torch
@@ -37,22 +37,23 @@ def join_kv_b(k_b: Array, v_b: Array) -> Array:
     return joined.reshape(-1, joined.shape[-1])
 
 
-def expert_names(mapping: NameMapping, experts: int) -> list[str]:
-    """The Hugging Face names of a stack's experts, in order."""
-    return [mapping.hf.format(e=number) for number in range(experts)]
-
-
 def weights(model: GgufModel, mapping: NameMapping) -> Iterator[tuple[str, Array]]:
     """The Hugging Face tensors, float32, that one stacked or plain tensor of the file holds.
 
-    Stacks are read expert by expert, so that no more than one expert is in memory at a time.
+    Stacks are read expert by expert, so that no more than one expert is in memory at a time. In a
+    stack of gate and up projections each expert's first half of the rows is the gate's
+    (llama.cpp: convert_hf_to_gguf.py, --fuse-gate-up-exps; read back in llama-graph.cpp).
     """
     if "{e}" not in mapping.hf:
         yield mapping.hf, model.dequantize(mapping.gguf)
         return
-    count = model.tensors[mapping.gguf].shape[0]
-    for number, name in enumerate(expert_names(mapping, count)):
-        yield name, model.dequantize(mapping.gguf, rows=slice(number, number + 1))[0]
+    experts = model.tensors[mapping.gguf].shape[0]
+    names = hf_names(mapping, experts)
+    halves = len(names) // experts
+    for number in range(experts):
+        values = model.dequantize(mapping.gguf, rows=slice(number, number + 1))[0]
+        for half, part in enumerate(np.split(values, halves)):
+            yield names[number * halves + half], part
 
 
 def hf_weights(
@@ -62,7 +63,7 @@ def hf_weights(
 
     Args:
         model: the opened file.
-        mappings: from `names.map_names`; dropped ones are passed over.
+        mappings: from `names.mappings`; dropped ones are passed over.
     """
     import torch
 

@@ -1,50 +1,191 @@
-"""The name table as text: one line a role, its layers folded into ranges."""
+"""The name table as text and JSON: one line a role, its layers folded, or one line a tensor."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.kernels import gpu_here
 from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
-from glm5lab.loading.names import BLOCK_NAME, NameMapping
-from glm5lab.loading.reconcile import Reconciliation, reconcile
-from glm5lab.views.tables import ranges
+from glm5lab.loading.names import split_names
+from glm5lab.loading.reconcile import missing_tensors, sentences
+from glm5lab.loading.table import name_table
+from glm5lab.views.tables import human_bytes, ranges
 
-HEADINGS = ("GGUF tensor", "blocks", "type", "vLLM parameter", "part", "change")
+if TYPE_CHECKING:
+    import pandas as pd
 
-
-@dataclass
-class FoldedRow:
-    """Mappings that differ in their block number only."""
-
-    gguf: str
-    mapping: NameMapping
-    layers: list[int] = field(default_factory=list)
-    types: set[str] = field(default_factory=set)
+FOLDED = ("GGUF tensor", "blocks", "type", "kernel", "a rank", "vLLM parameter", "change")
+UNFOLDED = ("shard", "gguf", "hf", "vllm", "part", "change", "type", "kernel")
 
 
-def fold(mappings: Iterable[NameMapping], model: GgufModel) -> list[FoldedRow]:
-    """One row for each role and destination, in the order of first appearance."""
-    rows: dict[tuple[str, str], FoldedRow] = {}
-    for mapping in mappings:
-        match = BLOCK_NAME.fullmatch(mapping.gguf)
-        gguf = match[2] if match else mapping.gguf
-        row = rows.setdefault((gguf, mapping.dropped), FoldedRow(gguf, mapping))
-        row.types.add(model.tensors[mapping.gguf].type)
-        if match:
-            row.layers.append(int(match[1]))
-    return list(rows.values())
+@dataclass(frozen=True)
+class NameMap:
+    """A file's name table with what it was made for.
+
+    Attributes:
+        model: the open file.
+        table: from `loading.table.name_table`.
+        missing: a sentence for each tensor that the file lacks.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        gpu: kernels and bytes as on a GPU, or on the CPU.
+    """
+
+    model: GgufModel
+    table: "pd.DataFrame"
+    missing: list[str]
+    tp: int = 1
+    pp: int = 1
+    gpu: bool = False
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that does not fit, a sentence each, naming its tensor."""
+        return sentences(self.table) + self.missing
+
+    def stage_bytes(self) -> list[int]:
+        """Bytes that one rank of each pipeline stage holds."""
+        sums = self.table.groupby("stage")["rank_bytes"].sum()
+        return [int(sums.get(stage, 0)) for stage in range(self.pp)]
 
 
-def cells(row: FoldedRow) -> tuple[str, ...]:
-    """The text of one row, in the order of HEADINGS."""
-    mapping = row.mapping
-    vllm = mapping.vllm
-    for prefix in (f"model.layers.{row.layers[0]}." if row.layers else "", "self_attn."):
+def name_map(
+    model: GgufModel,
+    config: Mapping[str, Any] | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    gpu: bool | None = None,
+) -> NameMap:
+    """Map an open file's names; the arguments are those of `name_table`."""
+    require_glm5(model)
+    config = hf_config(model) if config is None else config
+    gpu = gpu_here() if gpu is None else gpu
+    table = name_table(model, config, tp, pp, gpu)
+    return NameMap(model, table, missing_tensors(model, config), tp, pp, gpu)
+
+
+def names_text(names: NameMap, tensors: bool = False) -> str:
+    """The table, a line of sums, and every problem.
+
+    Args:
+        names: from `name_map`.
+        tensors: one line a tensor, instead of one a role with its layers folded.
+    """
+    table = names.table
+    loaded = table[table["vllm"] != ""]
+    lines = unfolded(names) if tensors else folded(loaded, names.gpu)
+    lines += dropped_lines(table)
+    shown = names.problems if tensors else fold_sentences(names.problems)
+    lines += [*summary(names), *(f"problem: {problem}" for problem in shown)]
+    return "\n".join(lines)
+
+
+def folded(loaded: "pd.DataFrame", gpu: bool) -> list[str]:
+    """One line for each role and destination, in the order of first appearance."""
+    if loaded.empty:
+        return []
+    table = loaded.assign(role=split_names(loaded["gguf"])["role"].to_numpy())
+    rows = [folded_cells(str(role), rows) for role, rows in table.groupby("role", sort=False)]
+    lines = [dict(zip(FOLDED, row, strict=True)) for row in rows]
+    # On the CPU there are no kernels to tell apart: what is quantized is dequantized.
+    headings = [heading for heading in FOLDED if gpu or heading != "kernel"]
+    return columns([tuple(headings), *(tuple(line[h] for h in headings) for line in lines)])
+
+
+def folded_cells(role: str, rows: "pd.DataFrame") -> tuple[str, ...]:
+    """The cells of one role, in the order of FOLDED; bytes of the stage that holds most."""
+    layers = [int(n) for n in rows["layer"].dropna()]
+    first = rows.iloc[0]
+    vllm = first["vllm"]
+    for prefix in (f"model.layers.{layers[0]}." if layers else "", "self_attn."):
         vllm = vllm.removeprefix(prefix)
-    part = "" if mapping.part is None else str(mapping.part)
-    types = "/".join(sorted(row.types))
-    return row.gguf, ranges(row.layers), types, vllm, part, mapping.change
+    if first["part"]:
+        vllm += f" [{first['part']}]"
+    return (
+        role,
+        layer_ranges(layers),
+        "/".join(sorted(rows["type"].unique())),
+        "/".join(sorted(rows["kernel"].unique())),
+        human_bytes(int(rows.groupby("stage")["rank_bytes"].sum().max())),
+        vllm,
+        first["change"],
+    )
+
+
+def unfolded(names: NameMap) -> list[str]:
+    """One line a tensor, dropped ones too, with a heading."""
+    table = names.table
+    text = table[list(UNFOLDED)].astype(str)
+    for column in ("nbytes", "rank_bytes"):
+        text[column] = table[column].astype(str)
+    if names.pp > 1:
+        text["stage"] = table["stage"].where(table["stage"] >= 0).astype("Int64").astype("str")
+    return columns([tuple(text.columns), *text.itertuples(index=False, name=None)])
+
+
+def dropped_lines(table: "pd.DataFrame") -> list[str]:
+    """One line for each reason: how many tensors of which blocks, and their bytes in the file."""
+    lines = []
+    for reason, rows in table[table["dropped"] != ""].groupby("dropped", sort=False):
+        layers = sorted({int(n) for n in rows["layer"].dropna()})
+        what = rows["gguf"].iloc[0] if len(rows) == 1 else f"{len(rows)} tensors"
+        where = f" of blocks {layer_ranges(layers)}" if layers and len(rows) > 1 else ""
+        size = human_bytes(int(rows["nbytes"].sum()))
+        lines.append(f"dropped: {what}{where} ({size}): {reason}")
+    return lines
+
+
+def summary(names: NameMap) -> list[str]:
+    """The sums: tensors, parameters, what is left out, and bytes a rank."""
+    table = names.table
+    loaded = table[table["vllm"] != ""]
+    dropped = int((table["dropped"] != "").sum())
+    place = "a GPU" if names.gpu else "the CPU, where everything is dequantized"
+    sizes = ", ".join(human_bytes(size) for size in names.stage_bytes())
+    stages = f" of the {names.pp} pipeline stages" if names.pp > 1 else ""
+    return [
+        f"{len(table)} tensors: {len(loaded)} fill {loaded['vllm'].nunique()} parameters, "
+        f"{dropped} dropped for a named reason, {len(names.problems)} problems",
+        f"a rank{stages} at tensor parallel {names.tp} holds {sizes} on {place}",
+    ]
+
+
+def layer_ranges(layers: Iterable[int]) -> str:
+    """[0, 1, 2, 6, 10, 14] -> "0-2,6-14/4" (every fourth); shorter ones as `ranges` has them."""
+    numbers, parts = sorted(layers), []
+    plain: list[int] = []
+    while numbers:
+        step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+        run = 1
+        while run < len(numbers) and numbers[run] - numbers[run - 1] == step:
+            run += 1
+        if step > 1 and run > 3:
+            parts += [ranges(plain)] if plain else []
+            parts.append(f"{numbers[0]}-{numbers[run - 1]}/{step}")
+            plain, numbers = [], numbers[run:]
+        else:
+            # The last of a dense run may begin a sparse one.
+            taken = run if step == 1 else 1
+            plain, numbers = plain + numbers[:taken], numbers[taken:]
+    return ",".join(parts + ([ranges(plain)] if plain else []))
+
+
+def fold_sentences(problems: Iterable[str]) -> list[str]:
+    """Problems that differ in their block only, as one line with the blocks' ranges."""
+    folds: dict[tuple[str, str], list[int]] = {}
+    for problem in problems:
+        name, _, text = problem.partition(": ")
+        frame = split_names([name]).iloc[0]
+        inside = frame["layer"] == frame["layer"]
+        folds.setdefault((frame["role"], text), []).extend([int(frame["layer"])] if inside else [])
+    return [
+        f"{role} (blocks {layer_ranges(layers)}): {text}"
+        if len(layers) > 1
+        else f"{f'blk.{layers[0]}.' if layers else ''}{role}: {text}"
+        for (role, text), layers in folds.items()
+    ]
 
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:
@@ -54,32 +195,46 @@ def columns(rows: list[tuple[str, ...]]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def names_text(model: GgufModel, result: Reconciliation) -> str:
-    """The folded table, a line of sums, and every problem."""
-    kept = [cells(row) for row in fold(result.loaded, model)]
-    lines = columns([HEADINGS, *kept]) if kept else []
-    lines += [
-        f"dropped: {row.gguf} (blocks {ranges(row.layers)}): {row.mapping.dropped}"
-        if row.layers
-        else f"dropped: {row.gguf}: {row.mapping.dropped}"
-        for row in fold(result.dropped, model)
-    ]
-    targets = {mapping.vllm for mapping in result.loaded}
-    lines.append(
-        f"{len(model.tensors)} tensors: {len(result.loaded)} fill {len(targets)} parameters, "
-        f"{len(result.dropped)} dropped for a named reason, {len(result.problems)} problems"
-    )
-    lines += [f"problem: {problem}" for problem in result.problems]
-    return "\n".join(lines)
-
-
-def map_text(file: str | Path) -> tuple[str, bool]:
+def map_text(
+    file: str | Path, tp: int = 1, pp: int = 1, tensors: bool = False, gpu: bool | None = None
+) -> tuple[str, bool]:
     """The name table of a file, and whether everything fits.
 
+    Args:
+        file: a GGUF file, any shard of a set, or its folder.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        tensors: one line a tensor.
+        gpu: as on a GPU or on the CPU; None for what this machine has.
+
     Raises:
-        InputError: the file cannot be read or is not GLM-5.
+        InputError: the file cannot be read or is not GLM-5, or tp or pp cannot be.
     """
-    model = open_gguf(file)
-    require_glm5(model)
-    result = reconcile(model, hf_config(model))
-    return names_text(model, result), not result.problems
+    names = name_map(open_gguf(file), tp=tp, pp=pp, gpu=gpu)
+    return names_text(names, tensors), not names.problems
+
+
+def map_json(
+    file: str | Path, tp: int = 1, pp: int = 1, gpu: bool | None = None
+) -> tuple[dict[str, Any], bool]:
+    """`map_text` as plain values: one object a tensor with the columns of `name_table`.
+
+    Bytes are whole numbers; layer is null outside the blocks, stage null where dropped.
+    """
+    names = name_map(open_gguf(file), tp=tp, pp=pp, gpu=gpu)
+    table = names.table.astype(object)
+    table["shape"] = table["shape"].map(list)
+    table["layer"] = table["layer"].where(table["layer"].notna(), None)
+    table["stage"] = table["stage"].where(table["stage"] >= 0, None)
+    content = {
+        "file": str(names.model.path),
+        "shards": [shard.name for shard in names.model.shards],
+        "tp": tp,
+        "pp": pp,
+        "device": "gpu" if names.gpu else "cpu",
+        "tensors": table.to_dict("records"),
+        "stage_bytes": names.stage_bytes(),
+        "missing": names.missing,
+        "problems": names.problems,
+    }
+    return content, not names.problems

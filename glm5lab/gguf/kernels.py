@@ -1,0 +1,86 @@
+"""Which kernel multiplies a tensor of a given type, on a GPU and on the CPU.
+
+On a GPU, weights stay quantized and vllm-gguf-plugin's kernels use them. Source: version 0.0.5,
+quantization/utils.py (the lists of types), linear.py (few rows: MMVQ, a matrix by vector product;
+more rows: MMQ, or dequantize and multiply), vocal_embeds.py and fused_moe.py (up to 64 tokens and
+above). vLLM builds some layers without quantization; their tensors are dequantized while loading.
+On the CPU there are no such kernels, and every tensor is dequantized.
+"""
+
+from functools import cache
+
+from glm5lab.gguf.placement import DEQUANTIZED
+
+# Plain numbers that the reader converts itself.
+NUMBERS = frozenset({"F32", "F16", "F64", "I8", "I16", "I32", "I64"})
+PLAIN = frozenset({"F32", "F16", "BF16"})
+STANDARD = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1"})
+K_TYPES = frozenset({"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
+I_TYPES = frozenset(
+    {
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
+        *("IQ3_XXS", "IQ3_S", "IQ4_XS", "IQ4_NL"),
+    }
+)
+MMQ = STANDARD | K_TYPES
+QUANTIZED = MMQ | I_TYPES
+
+# Parameters that vLLM builds without quantization, whatever the file holds.
+ALWAYS_DEQUANTIZED = frozenset({*DEQUANTIZED, "attn_kv_b"})
+
+
+def role_name(role: str) -> str:
+    """A role without its last component: "attn_k_b.weight" -> "attn_k_b"."""
+    return role.removesuffix(".weight").removesuffix(".bias")
+
+
+def kernel(type_name: str, role: str, gpu: bool) -> str:
+    """What computes with a tensor; "" where nothing can.
+
+    Args:
+        type_name: GGML type, such as "Q4_K".
+        role: name inside its block ("ffn_up_exps.weight"), or the whole name outside the blocks.
+        gpu: a GPU with vllm-gguf-plugin's kernels, or the CPU.
+
+    Returns:
+        "unquantized" (plain numbers, vLLM's own kernels), "dequantized" (while loading),
+        "MMVQ + MMQ", "MMVQ + dequantize", "MoE MMVQ + MMQ", "MoE MMVQ", "dequantize rows", or "".
+    """
+    name = role_name(role)
+    if type_name in PLAIN:
+        return "unquantized"
+    if not gpu or name in ALWAYS_DEQUANTIZED:
+        return "dequantized" if can_dequantize(type_name) else ""
+    if type_name not in QUANTIZED:
+        return ""
+    if name == "token_embd":
+        return "dequantize rows"
+    if name.endswith("_exps"):
+        return "MoE MMVQ + MMQ" if type_name in MMQ else "MoE MMVQ"
+    return "MMVQ + MMQ" if type_name in MMQ else "MMVQ + dequantize"
+
+
+@cache
+def can_dequantize(type_name: str) -> bool:
+    """Whether the installed gguf package turns a type into numbers; asked, not listed."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+    if type_name in NUMBERS:
+        return True
+    kind = getattr(GGMLQuantizationType, type_name, None)
+    if kind is None:
+        return False
+    try:
+        quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (NotImplementedError, ValueError):
+        return False
+    return True
+
+
+def gpu_here() -> bool:
+    """Whether vLLM would run on a GPU on this machine."""
+    from glm5lab.env import engine_distribution, engine_platform, find_gpus
+
+    # Without vLLM a GPU still says what the file is meant for.
+    return engine_platform(engine_distribution() or "vllm", find_gpus()) == "cuda"

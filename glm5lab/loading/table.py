@@ -1,0 +1,107 @@
+"""One table of a whole file: every tensor, where it comes from, where it goes, what it takes.
+
+table = name_table(open_gguf("GLM-5-Q4_K_M-00001-of-00010.gguf"), config, tp=8)
+table[table["problem"] != ""]
+table.groupby("kernel")["rank_bytes"].sum()
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from glm5lab.gguf.kernels import gpu_here, kernel
+from glm5lab.gguf.placement import Placement, placements
+from glm5lab.gguf.reader import GgufModel
+from glm5lab.loading.names import INSTEAD_OF
+from glm5lab.loading.reconcile import tensor_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = (
+    *("shard", "gguf", "hf", "vllm", "part", "change", "type", "kernel"),
+    *("nbytes", "rank_bytes", "shape", "layer", "stage", "dropped", "problem"),
+)
+TEXT = ("gguf", "hf", "vllm", "part", "change", "type", "kernel", "dropped", "problem")
+FIELDS = [field.name for field in fields(Placement)]
+
+
+def name_table(
+    model: GgufModel,
+    config: Mapping[str, Any],
+    tp: int = 1,
+    pp: int = 1,
+    gpu: bool | None = None,
+) -> "pd.DataFrame":
+    """Every tensor of a file, one a row, in file order.
+
+    Args:
+        model: a GLM-5; its headers are enough.
+        config: from `gguf.config.hf_config`.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        gpu: kernels and bytes as on a GPU or on the CPU; None for what this machine has.
+
+    Returns:
+        Columns:
+        shard (number of the file, from 1), gguf, hf (`{e}` for the expert), vllm, part ("0",
+        "w1", "" for a whole parameter), change (of the values, besides dequantization), type,
+        kernel (see `gguf.kernels`), nbytes (in the file), rank_bytes (of one rank of its stage,
+        once loaded), shape (tuple, torch order), layer (Int64), stage (-1 where dropped), dropped
+        (the reason, or ""), problem (what does not fit, or "").
+
+    Raises:
+        InputError: tp or pp is no count that this model can have.
+    """
+    import pandas as pd
+
+    gpu = gpu_here() if gpu is None else gpu
+    frame = tensor_frame(model, config)
+    tensors = model.tensors.values()
+    placed = pd.DataFrame(list(placements(model, config, tp, pp, gpu).values()), columns=FIELDS)
+    used = frame["known"] & (frame["dropped"] == "")
+    frame["shard"] = [t.shard + 1 for t in tensors]
+    frame["nbytes"] = [t.nbytes for t in tensors]
+    frame["rank_bytes"] = placed["loaded"].where(used, 0)
+    frame["stage"] = placed["stage"].where(used, -1)
+    frame["kernel"] = _kernels(frame, gpu).where(used, "")
+    opaque = used & (frame["kernel"] == "") & (frame["problem"] == "")
+    _add(frame, opaque, "no kernel multiplies type " + frame["type"])
+    # A placement's sentence names its tensor, which the row does already.
+    _add(frame, used & (placed["problem"] != ""), placed["problem"].str.split(": ", n=1).str[-1])
+    if gpu:
+        _add(frame, *_expert_types(frame, used))
+    return frame[list(COLUMNS)].astype(dict.fromkeys(TEXT, "str"))
+
+
+def _kernels(frame: "pd.DataFrame", gpu: bool) -> "pd.Series[str]":
+    """`kernels.kernel` of every row, asked once a distinct pair of type and role."""
+    pairs = frame[["type", "role"]].drop_duplicates()
+    pairs["kernel"] = [
+        kernel(kind, role, gpu) for kind, role in zip(pairs["type"], pairs["role"], strict=True)
+    ]
+    return frame[["type", "role"]].merge(pairs, on=["type", "role"], how="left")["kernel"]
+
+
+def _expert_types(
+    frame: "pd.DataFrame", used: "pd.Series[bool]"
+) -> "tuple[pd.Series[bool], pd.Series[str]]":
+    """Which experts' gate and up projections differ in type, and the sentence about it.
+
+    The MoE kernels take one type for both (vllm-gguf-plugin 0.0.5, fused_moe.py: w13_qweight_type).
+    """
+    halves = frame[used & frame["role"].isin(INSTEAD_OF["ffn_gate_up_exps.weight"])]
+    types = halves.groupby("layer")["type"]
+    mixed = types.agg(" and ".join)[types.nunique() > 1]
+    text = (
+        "gate and up experts are " + frame["layer"].map(mixed) + ", the MoE kernel takes one type"
+    )
+    return text.notna() & frame.index.isin(halves.index), text
+
+
+def _add(frame: "pd.DataFrame", where: "pd.Series[bool]", text: "pd.Series[str]") -> None:
+    """Give some rows a problem, behind those that they have."""
+    old = frame.loc[where, "problem"]
+    frame.loc[where, "problem"] = old + np.where(old == "", "", "; ") + text[where]
