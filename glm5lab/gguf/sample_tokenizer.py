@@ -6,6 +6,8 @@ from glm5lab.gguf.byte_level import byte_characters, encode_bytes
 
 # GGUF token types (llama.cpp's enum llama_token_type).
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+# GLM-5's vocabulary, and the number of its <|endoftext|>.
+GLM5_SIZE, FIRST_SPECIAL = 154880, 154820
 
 # In the order of GLM-5's vocabulary. Special tokens are invisible in text; the second group is
 # ordinary text to a reader (thoughts, tool calls) but still one token each.
@@ -63,20 +65,41 @@ class SampleVocabulary:
 
 def sample_vocabulary(size: int) -> SampleVocabulary:
     """256 byte tokens, merged tokens, special tokens, and padding up to `size`."""
+    tokens, merges = _ordinary_tokens()
+    return _with_special(tokens, merges, len(tokens), size)
+
+
+def published_vocabulary(size: int) -> SampleVocabulary:
+    """The same tokens with special ones where GLM-5's vocabulary of 154,880 has them."""
+    tokens, merges = _ordinary_tokens()
+    return _with_special(tokens, merges, size - GLM5_SIZE + FIRST_SPECIAL, size)
+
+
+def _ordinary_tokens() -> tuple[list[str], list[str]]:
     tokens = list(byte_characters().values())
     merges = []
     for left, right in _merge_pairs():
         merges.append(f"{left} {right}")
         if left + right not in tokens:
             tokens.append(left + right)
+    return tokens, merges
+
+
+def _with_special(tokens: list[str], merges: list[str], first: int, size: int) -> SampleVocabulary:
+    """Padding up to number `first`, the special tokens, padding up to `size`."""
+    special = [*SPECIAL, *TEXT_TOKENS]
+    least = len(tokens) + len(special)
+    if first < len(tokens) or first + len(special) > size:
+        raise ValueError(f"size: {least} tokens needed, got {size}")
     types = [NORMAL] * len(tokens)
-    tokens += [*SPECIAL, *TEXT_TOKENS]
-    types += [CONTROL] * len(SPECIAL) + [USER_DEFINED] * len(TEXT_TOKENS)
-    if len(tokens) > size:
-        raise ValueError(f"size: {len(tokens)} tokens needed, got {size}")
-    for index in range(len(tokens), size):
-        tokens.append(f"[PAD{index}]")
-        types.append(UNUSED)
+    for token, kind in (
+        [(f"[PAD{i}]", UNUSED) for i in range(len(tokens), first)]
+        + [(t, CONTROL) for t in SPECIAL]
+        + [(t, USER_DEFINED) for t in TEXT_TOKENS]
+        + [(f"[PAD{i}]", UNUSED) for i in range(first + len(special), size)]
+    ):
+        tokens.append(token)
+        types.append(kind)
     return SampleVocabulary(tokens, types, merges)
 
 
