@@ -118,6 +118,45 @@ def inspect(file: GgufFile) -> None:
     typer.echo(inspect_text(file))
 
 
+@app.command()
+def plan(
+    file: GgufFile,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.", min=1)],
+    gpu_memory: Annotated[float, typer.Option(metavar="GiB", help="Memory of one GPU.")],
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", min=1)] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages.", min=1)] = None,
+    dcp: Annotated[int | None, typer.Option(help="Context-parallel ranks.", min=1)] = None,
+    context: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Length of one request.", min=1)
+    ] = None,
+    kv_dtype: Annotated[
+        Literal["auto", "bf16", "fp8_ds_mla"], typer.Option(help="Rows of the cache.")
+    ] = "auto",
+    utilization: Annotated[
+        float, typer.Option(help="The part of a GPU's memory that vLLM takes.")
+    ] = 0.92,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Layer 1: does the file fit on these GPUs, spread how, with how many tokens."""
+    from glm5lab.views.plan import plan_json, plan_text
+
+    show = plan_json if as_json else plan_text
+    result, fits = show(
+        file,
+        gpus,
+        gpu_memory,
+        tp=tp,
+        pp=pp,
+        dcp=dcp,
+        context=context,
+        kv_dtype=kv_dtype,
+        utilization=utilization,
+    )
+    typer.echo(json.dumps(result, indent=2) if as_json else result)
+    if not fits:
+        raise typer.Exit(1)
+
+
 @app.command("map")
 def map_names(
     file: GgufFile,

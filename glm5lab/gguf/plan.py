@@ -1,0 +1,167 @@
+"""Does a model fit on these GPUs, spread how, and how many tokens of cache are left.
+
+Weights and cache rows are exact: `placement` equals what vLLM allocates. Workspace is an
+estimate, see `memory.workspace`. A file's header is all that is read.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from glm5lab.errors import InputError
+from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.memory import GIB, KV_DTYPES
+from glm5lab.gguf.parallel import Card, Split, evaluate
+from glm5lab.gguf.placement import DTYPE_BYTES
+from glm5lab.gguf.reader import GgufModel
+
+MOST_GPUS = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All ways to spread a model over the GPUs at hand, best first.
+
+    Attributes:
+        model: the file's name.
+        config: its HF configuration, in the dtype that a GPU computes in.
+        gpus: how many there are.
+        card: each of them.
+        context: tokens asked for one request; None for as many as fit.
+        splits: ranked: those that run, by fewer stages, then fewer context ranks.
+    """
+
+    model: str
+    config: dict[str, Any]
+    gpus: int
+    card: Card
+    context: int | None
+    splits: tuple[Split, ...]
+
+    @property
+    def best(self) -> Split:
+        """The split to use; when none fits, the one that lacks least."""
+        return self.splits[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model runs on these GPUs."""
+        return self.best.fits
+
+    @property
+    def missing_gib(self) -> float:
+        """GiB that the fullest GPU of the best split lacks; 0 when it fits."""
+        return self.best.caches[0].missing / GIB
+
+
+def make_plan(
+    model: GgufModel,
+    gpus: int,
+    gpu_memory_gib: float,
+    tp: int | None = None,
+    pp: int | None = None,
+    dcp: int | None = None,
+    context: int | None = None,
+    kv_dtype: str = "auto",
+    utilization: float = 0.92,
+) -> Plan:
+    """Work out every split of a GLM-5 over some GPUs.
+
+    Args:
+        model: an open file; its header is enough.
+        gpus: GPUs of the same kind.
+        gpu_memory_gib: memory of each, GiB.
+        tp: tensor-parallel ranks; None tries all that use every GPU.
+        pp: pipeline stages; None as for `tp`.
+        dcp: context-parallel ranks; None tries 1, and more only where the cache is too small.
+        context: tokens that one request shall have; None for as many as fit.
+        kv_dtype: "bf16", "fp8_ds_mla", or "auto": bf16, with fp8_ds_mla's tokens beside it.
+        utilization: the part of a GPU's memory that vLLM may take.
+
+    Raises:
+        InputError: the file is no GLM-5, or an argument is out of range or contradicts another.
+    """
+    config = {**hf_config(model)}
+    # GPUs compute in bf16 even where an all-F32 file would have the CPU compute in float32.
+    config["dtype"] = "bfloat16" if DTYPE_BYTES[config["dtype"]] > 2 else config["dtype"]
+    _check(model, config, gpus, gpu_memory_gib, utilization, context, kv_dtype)
+    kv_dtypes = (
+        KV_DTYPES if kv_dtype == "auto" else (kv_dtype, *(k for k in KV_DTYPES if k != kv_dtype))
+    )
+    card = Card(gpu_memory_gib, utilization)
+    splits = [
+        evaluate(model, config, card, kv_dtypes, *shape, context)
+        for shape in _shapes(model, config, gpus, tp, pp, dcp)
+    ]
+    if dcp is None and not any(split.fits for split in splits):
+        splits += [
+            evaluate(model, config, card, kv_dtypes, split.tp, split.pp, ranks, context)
+            for split in splits
+            if not split.problems and split.room(card) > 0
+            for ranks in range(2, split.tp + 1)
+            if split.tp % ranks == 0
+        ]
+    ranked = tuple(sorted(splits, key=_rank))
+    return Plan(model.path.name, config, gpus, card, context, ranked)
+
+
+def _rank(split: Split) -> tuple[Any, ...]:
+    """Runs; else lacks least. Stages wait for each other and context ranks exchange results."""
+    cache = split.caches[0]
+    if split.fits:
+        return (0, 0, split.pp, split.dcp, split.expert_parallel, -cache.tokens)
+    return (1, bool(split.problems), cache.missing, split.pp, split.dcp, 0)
+
+
+def _shapes(
+    model: GgufModel,
+    config: Mapping[str, Any],
+    gpus: int,
+    tp: int | None,
+    pp: int | None,
+    dcp: int | None,
+) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, dcp) to try: those given, and for what is left open all that use every GPU."""
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    found = False
+    for ranks in [tp] if tp else range(1, gpus + 1):
+        for stages in [pp] if pp else [gpus // ranks]:
+            # Both given: fewer GPUs than there are is the user's choice.
+            exact = ranks * stages == gpus or (tp and pp and ranks * stages < gpus)
+            tried = tp or heads % ranks == 0
+            if exact and tried and stages <= layers:
+                found = True
+                yield ranks, stages, dcp or 1
+    if not found:
+        wanted = f"tp {tp or 'any'} x pp {pp or 'any'}"
+        raise InputError(
+            model.path,
+            f"{wanted} does not come to {gpus} GPUs with {heads} heads and {layers} layers",
+            "let tp x pp be the number of GPUs, tp a divisor of the heads",
+        )
+
+
+def _check(
+    model: GgufModel,
+    config: Mapping[str, Any],
+    gpus: int,
+    gpu_memory_gib: float,
+    utilization: float,
+    context: int | None,
+    kv_dtype: str,
+) -> None:
+    longest = config["max_position_embeddings"]
+    rules = (
+        (1 <= gpus <= MOST_GPUS, f"gpus {gpus}", f"1 to {MOST_GPUS}"),
+        (0 < gpu_memory_gib < 1 << 20, f"gpu memory {gpu_memory_gib}", "GiB of one GPU, above 0"),
+        (0 < utilization <= 1, f"utilization {utilization}", "a part above 0, at most 1"),
+        (
+            context is None or 1 <= context <= longest,
+            f"context {context}",
+            f"1 to {longest} tokens, the model's longest",
+        ),
+        (kv_dtype in ("auto", *KV_DTYPES), f"kv dtype {kv_dtype!r}", "auto, bf16 or fp8_ds_mla"),
+    )
+    for holds, what, expected in rules:
+        if not holds:
+            raise InputError(model.path, f"{what}: expected {expected}", "change the argument")

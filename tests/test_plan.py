@@ -1,0 +1,205 @@
+"""Layer 1: does a file fit, spread how, with how many tokens."""
+
+import json
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from typer.testing import CliRunner
+
+from glm5lab.__main__ import app
+from glm5lab.errors import InputError
+from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.memory import GIB, index_row_bytes, kv_row_bytes, workspace
+from glm5lab.gguf.parallel import Card, balanced_partition, evaluate
+from glm5lab.gguf.placement import placements
+from glm5lab.gguf.plan import make_plan
+from glm5lab.gguf.reader import open_gguf
+from glm5lab.gguf.sample import write_sample
+from glm5lab.views.plan import plan_json, plan_text
+
+
+@pytest.fixture(scope="module")
+def shared(sample_share):
+    return open_gguf(sample_share)
+
+
+@pytest.fixture(scope="module")
+def full(sample_f32):
+    return open_gguf(sample_f32)
+
+
+def gib_for(model, tp, pp, spare=0):
+    """GiB of a card such that the model's fullest rank has `spare` bytes for the cache."""
+    config = {**hf_config(model), "dtype": "bfloat16"}
+    split = evaluate(model, config, Card(64.0, 1.0), ("bf16",), tp, pp, 1, 4096)
+    return (64 * GIB - split.room(Card(64.0, 1.0)) + spare) / GIB
+
+
+def test_rows_are_those_of_vllms_caches(full):
+    """The sample has GLM-5's widths; vLLM's own: 576 bf16, 656 packed, 128 fp8 and a float32."""
+    config = hf_config(full)
+    assert kv_row_bytes(config, "bf16") == 1152
+    assert kv_row_bytes(config, "fp8_ds_mla") == 656
+    assert index_row_bytes(config) == 132
+
+
+def test_tokens_are_counted_in_whole_pages_of_the_fullest_rank(full):
+    page = 64 * 5 * (1152 + 132)
+    for spare, tokens in ((100 * page, 6400), (100 * page - 1, 6336), (page - 1, 0)):
+        gib = gib_for(full, 1, 1, spare)
+        plan = make_plan(full, 1, gib, context=4096, utilization=1.0)
+        assert plan.best.caches[0].tokens == tokens
+        assert plan.fits == (tokens >= 4096)
+    assert plan.best.caches[0].missing == 4096 * 5 * 1284 - (page - 1)
+    assert plan.missing_gib == pytest.approx(plan.best.caches[0].missing / GIB)
+
+
+def test_cache_rows_are_divided_by_context_parallelism_only(full):
+    card, config = Card(8.0), {**hf_config(full), "dtype": "bfloat16"}
+    by_tp = [evaluate(full, config, card, ("bf16",), tp, 1, 1, 4096) for tp in (1, 2)]
+    assert by_tp[0].stages[0].token_bytes(config, "bf16") == 5 * 1284
+    assert by_tp[1].stages[0].token_bytes(config, "bf16") == 5 * 1284
+    spread = evaluate(full, config, card, ("bf16",), 2, 1, 2, 4096)
+    assert spread.caches[0].tokens == 2 * by_tp[1].caches[0].tokens
+
+
+def test_shared_layers_keep_no_index_keys(shared):
+    """Layers 2 and 4 of the sample share: three indexers on five layers."""
+    config = {**hf_config(shared), "dtype": "bfloat16"}
+    split = evaluate(shared, config, Card(8.0), ("bf16", "fp8_ds_mla"), 1, 1)
+    assert split.stages[0].token_bytes(config, "bf16") == 5 * 1152 + 3 * 132
+    assert split.stages[0].token_bytes(config, "fp8_ds_mla") == 5 * 656 + 3 * 132
+
+
+def test_weights_are_the_placements_sums(sample_mix):
+    model = open_gguf(sample_mix)
+    config = hf_config(model)
+    result, fits = plan_json(model, 2, 16.0, tp=1, pp=2)
+    assert fits
+    table = placements(model, config, 1, 2)
+    for number, stage in enumerate(result["splits"][0]["stages"]):
+        held = [p for p in table.values() if p.stage == number]
+        assert stage["packed_bytes"] == sum(p.loaded for p in held if p.kept)
+        assert stage["dequantized_bytes"] == sum(p.loaded for p in held if not p.kept)
+
+
+def test_no_context_means_as_long_as_fits(full):
+    """A card with room for a few pages only: a shorter request needs less workspace too."""
+    roomy = make_plan(full, 1, 64.0)
+    assert roomy.best.caches[0].context == 4096
+    config = {**hf_config(full), "dtype": "bfloat16"}
+    base = gib_for(full, 1, 1) * GIB - workspace(config, 1, 4096, 1.0, True).total
+    needs = base + workspace(config, 1, 3000, 1.0, True).total + 3008 * 5 * 1284
+    plan = make_plan(full, 1, needs / GIB, utilization=1.0)
+    cache = plan.best.caches[0]
+    assert plan.fits
+    assert 2944 <= cache.context <= cache.tokens < 3200
+    assert not make_plan(full, 1, needs / GIB, utilization=1.0, context=4096).fits
+    assert plan.best.options[-2:] == ["--max-model-len", str(cache.context)]
+
+
+def test_stages_begin_where_an_indexer_is(shared):
+    """vLLM's 3 + 2 would begin the second stage at layer 3, its 1 + 2 + 2 at 1 and 3."""
+    config = {**hf_config(shared), "dtype": "bfloat16"}
+    assert config["index_topk_pattern"] == "FFSFS"
+    for pp, starts in ((2, {0, 1, 3}), (3, {0, 1, 3})):
+        split = evaluate(shared, config, Card(64.0), ("bf16",), 1, pp)
+        assert split.fits
+        assert {stage.layers[0] for stage in split.stages} <= starts
+    assert split.environment == {"VLLM_PP_LAYER_PARTITION": "1,2,2"}
+    four = evaluate(shared, config, Card(64.0), ("bf16",), 1, 4)
+    assert not four.fits
+    assert "shares the top-k" in four.problems[0]
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_the_balanced_partition_is_the_best_of_all(shared, pp):
+    config = {**hf_config(shared), "dtype": "bfloat16"}
+    placed = placements(shared, config, 1, pp)
+
+    def fullest(counts):
+        split_at = placements(shared, config, 1, pp, partition=counts)
+        return max(sum(p.loaded for p in split_at.values() if p.stage == n) for n in range(pp))
+
+    ways = [
+        [b - a for a, b in zip((0, *cuts), (*cuts, 5), strict=True)]
+        for cuts in combinations((1, 3), pp - 1)
+    ]
+    found = balanced_partition(config, placed, shared, pp)
+    assert found is not None
+    assert fullest(found) == min(map(fullest, ways))
+    assert balanced_partition(config, placed, shared, 5) is None
+
+
+def test_splits_are_ranked_and_use_every_gpu(full):
+    plan = make_plan(full, 4, 64.0)
+    assert [(s.tp, s.pp) for s in plan.splits] == [(4, 1), (2, 2), (1, 4)]
+    assert all(split.fits for split in plan.splits)
+    # 4 heads: no three ranks; 5 layers: no six stages.
+    assert [(s.tp, s.pp) for s in make_plan(full, 3, 64.0).splits] == [(1, 3)]
+    with pytest.raises(InputError, match="does not come to 6 GPUs"):
+        make_plan(full, 6, 64.0, tp=1)
+    assert [(s.tp, s.pp) for s in make_plan(full, 6, 64.0, tp=2).splits] == [(2, 3)]
+    assert [(s.tp, s.pp) for s in make_plan(full, 6, 64.0, tp=2, pp=1).splits] == [(2, 1)]
+    refused = make_plan(full, 3, 64.0, tp=3, pp=1)
+    assert not refused.fits
+    assert "4 attention heads do not divide by tp 3" in refused.best.problems
+
+
+def test_slices_across_block_borders_become_whole_experts(sample_mix):
+    """Experts of 256 columns in K types: half of them is no block; other matrices refuse."""
+    model = open_gguf(sample_mix)
+    split = evaluate(model, hf_config(model), Card(64.0), ("bf16",), 2, 1)
+    assert split.expert_parallel
+    assert "--enable-expert-parallel" in split.options
+    assert any("ffn_down_shexp" in problem for problem in split.problems)
+    for name, tensor in model.tensors.items():
+        if "_shexp" in name:
+            model.tensors[name] = replace(tensor, type="BF16", type_id=30)
+    split = evaluate(model, hf_config(model), Card(64.0), ("bf16",), 2, 1)
+    assert (split.expert_parallel, split.problems) == (True, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 0}, "gpus 0"),
+        ({"gpu_memory_gib": 0.0}, "gpu memory"),
+        ({"gpu_memory_gib": float("nan")}, "gpu memory nan"),
+        ({"context": 4097}, "1 to 4096 tokens"),
+        ({"utilization": 1.5}, "utilization 1.5"),
+        ({"kv_dtype": "int3"}, "kv dtype 'int3'"),
+    ],
+)
+def test_arguments_out_of_range_are_named(full, options, message):
+    with pytest.raises(InputError, match=message):
+        make_plan(full, **{"gpus": 1, "gpu_memory_gib": 8.0, **options})
+
+
+def test_the_command_answers_yes_no_and_in_json(sample_f32, sample_share):
+    run = CliRunner().invoke
+    yes = run(app, ["plan", str(sample_f32), "--gpus", "2", "--gpu-memory", "8"])
+    assert yes.exit_code == 0, yes.output
+    assert "fits: tp 2" in yes.output
+    assert "vllm serve FILE --tensor-parallel-size 2 --max-model-len 4096" in yes.output
+    no = run(app, ["plan", str(sample_f32), "--gpus", "1", "--gpu-memory", "0.5"])
+    assert no.exit_code == 1
+    assert "GiB are missing on each GPU" in no.output
+    command = ["plan", str(sample_share), "--gpus", "1", "--gpu-memory", "8", "--json"]
+    result = json.loads(run(app, [*command, "--kv-dtype", "fp8_ds_mla"]).output)
+    assert result["fits"]
+    assert result["splits"][0]["vllm_options"][2:4] == ["--kv-cache-dtype", "fp8_ds_mla"]
+    assert result["splits"][0]["cache"]["bf16"]["fits"]
+
+
+def test_the_text_fits_a_screen_and_a_header_is_enough(sample_mix, tmp_path):
+    text, _ = plan_text(sample_mix, 8, 0.1)
+    assert len(text.splitlines()) < 40
+    # The last shard's weights cut off right behind the header: what a partial download leaves.
+    source = write_sample(tmp_path, "share", "mix")
+    whole = plan_json(source, 1, 8.0)
+    first = min(tensor.offset for tensor in open_gguf(source).tensors.values())
+    with source.open("r+b") as file:
+        file.truncate(first)
+    assert plan_json(source, 1, 8.0) == whole
