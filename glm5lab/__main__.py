@@ -27,8 +27,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+# Text, not paths: a path would make https:/ of https://.
 GgufFile = Annotated[
-    Path, typer.Argument(metavar="FILE", help="A GGUF file, any shard of a set, or its folder.")
+    str, typer.Argument(metavar="FILE", help="A GGUF file, any shard of a set, or its folder.")
+]
+GgufName = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help="A GGUF file, any shard of a set, its folder, or its URL (https://, hf://OWNER/REPO).",
+    ),
 ]
 Host = Annotated[str, typer.Option(help="Address to bind; 0.0.0.0 opens it to the network.")]
 Port = Annotated[int, typer.Option(help="Port to bind.", min=0, max=65535)]
@@ -111,7 +119,7 @@ def sample(
 
 
 @app.command()
-def inspect(file: GgufFile) -> None:
+def inspect(file: GgufName) -> None:
     """Layer 1: every tensor, type and byte of the file."""
     from glm5lab.views.tables import inspect_text
 
@@ -159,7 +167,7 @@ def plan(
 
 @app.command("map")
 def map_names(
-    file: GgufFile,
+    file: GgufName,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.", min=1)] = 1,
     tensors: Annotated[
@@ -237,7 +245,7 @@ def serve(
 @app.command()
 def demo(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Default: a tiny sample.")
+        str | None, typer.Argument(metavar="[FILE]", help="Default: a tiny sample.")
     ] = None,
 ) -> None:
     """All layers on one file, ending with a served answer."""

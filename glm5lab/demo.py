@@ -72,13 +72,17 @@ class Work:
         return LoggedProcess(line, self.folder / f"{name}.log", settings)
 
 
-def run_demo(file: Path | None = None) -> None:
+def run_demo(file: str | Path | None = None) -> None:
     """Run all layers on a file; without one, on a tiny sample written for the occasion.
 
     Raises:
         DemoError: the first layer that failed.
+        InputError: the file is a URL.
     """
+    from glm5lab.gguf.url import local_path
     from glm5lab.serving.server import interruptible, platform
+
+    file = None if file is None else local_path(file, "the demo")
 
     kind = platform()
     folder = Path(tempfile.mkdtemp(prefix="glm5lab-demo-"))

@@ -47,8 +47,9 @@ def run_check(
     """
     from glm5lab.gguf.config import read_architecture
     from glm5lab.gguf.reader import open_gguf
+    from glm5lab.gguf.url import local_path
 
-    model = open_gguf(file)
+    model = open_gguf(local_path(file, "check"))
     unknown = [name for name in against if name not in REFEREES]
     if unknown or not against:
         known = " or ".join(REFEREES)

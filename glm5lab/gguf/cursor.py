@@ -17,7 +17,6 @@ from glm5lab.gguf.source import Source
 MAX_STRING_BYTES = 1 << 24
 MAX_ARRAY_ITEMS = 1 << 22
 MAX_ARRAY_DEPTH = 4
-MAX_HEADER_BYTES = 1 << 28
 # The first read; each further one doubles what is there, so a remote header takes few requests.
 FIRST_READ = 1 << 18
 
@@ -74,10 +73,14 @@ class Cursor:
                 f"the file ends inside {self.where}: {end - self.pos} bytes needed at offset "
                 f"{self.pos}, {self.size - self.pos} there (truncated or damaged)"
             )
-        if end > MAX_HEADER_BYTES:
-            raise self.fail(f"{self.where} lies beyond {MAX_HEADER_BYTES >> 20} MiB of header")
+        limit = self.source.header_limit
+        if end > limit:
+            raise self.fail(
+                f"its header is longer than {limit / (1 << 20):g} MiB (at {self.where}), the limit",
+                "set GLM5LAB_HEADER_LIMIT (in MiB) higher if the file is to be trusted",
+            )
         have = len(self.buffer)
-        want = min(self.size, max(end, 2 * have, FIRST_READ))
+        want = min(self.size, limit, max(end, 2 * have, FIRST_READ))
         self.buffer += self.source.read(have, want - have)
         if len(self.buffer) < end:
             raise self.fail(f"the file has shrunk while it was read (at {self.where})")

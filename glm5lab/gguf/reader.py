@@ -19,10 +19,12 @@ import numpy as np
 from glm5lab.errors import InputError
 from glm5lab.gguf.byte_order import little_endian
 from glm5lab.gguf.header import DOWNLOAD_AGAIN, parse_header
+from glm5lab.gguf.remote import remote_sources
 from glm5lab.gguf.shards import find_shards
 from glm5lab.gguf.source import FileSource, Source, location
 from glm5lab.gguf.split import check_numbers, check_total, merge
 from glm5lab.gguf.tensors import Tensor, locate
+from glm5lab.gguf.url import is_url
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,13 +161,19 @@ def open_gguf(
     """Open a GGUF model.
 
     Args:
-        path: any shard of a set, a single file, or a folder that holds one set.
+        path: any shard of a set, a single file, or a folder that holds one set; or the URL of a
+            file (https://..., hf://owner/repo/path) or Hub folder, of which only headers are read.
         header_only: do not ask for the weights: files may end behind their header.
         allow_truncated: list a file that ends inside its weights too, with a warning.
 
     Raises:
         InputError: not there, not readable, not GGUF, damaged, truncated, shards missing.
     """
+    if is_url(path):
+        with remote_sources(path) as remote:
+            model = open_sources(remote, header_only=header_only, allow_truncated=allow_truncated)
+        model.header_only = True
+        return model
     with ExitStack() as stack:
         sources = [stack.enter_context(FileSource(p)) for p in find_shards(Path(path))]
         return open_sources(sources, header_only=header_only, allow_truncated=allow_truncated)

@@ -3,7 +3,8 @@
 import os
 import re
 import stat
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePath
 
 from glm5lab.errors import InputError
 
@@ -55,19 +56,56 @@ def _why(path: Path, error: OSError | ValueError) -> str:
     return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
-def _sisters(path: Path) -> tuple[Path, ...]:
-    match = SHARD.fullmatch(path.name)
-    assert match is not None
+def sister_names(name: str, place: str | PurePath) -> tuple[str, ...]:
+    """File names of all shards of the set that a shard's name belongs to, () for a single file.
+
+    Args:
+        name: the shard's file name.
+        place: what an error names: its path or URL.
+    """
+    match = SHARD.fullmatch(name)
+    if match is None:
+        return ()
     total, number = int(match["total"]), int(match["no"])
     if not 1 <= number <= total:
         raise InputError(
-            path,
+            place,
             f"shard {number} of {total} cannot be (file names count from 1)",
             "give the file its original name",
         )
-    suffix = path.name[-5:]
-    names = (shard_name(match["base"], i, total)[:-5] + suffix for i in range(total))
-    return tuple(path.with_name(n) for n in names)
+    suffix = name[-5:]
+    return tuple(shard_name(match["base"], i, total)[:-5] + suffix for i in range(total))
+
+
+def one_model(paths: Iterable[str], place: str | PurePath, show: Callable[[str], object]) -> str:
+    """The first file of the one model that `paths` hold.
+
+    Args:
+        paths: files of a folder (or below it), with / between folders.
+        place: the folder, for messages.
+        show: how a message names one of the files.
+
+    Raises:
+        InputError: files of several models.
+    """
+    sets: dict[str, str] = {}
+    for path in paths:
+        match = SHARD.fullmatch(path)
+        key = f"{match['base']}-*-of-{match['total']}.gguf" if match else path
+        sets[key] = min(path, sets.get(key, path))
+    if len(sets) == 1:
+        return next(iter(sets.values()))
+    shown = ", ".join(list(sets)[:MAX_LISTED])
+    more = f" and {len(sets) - MAX_LISTED} more" if len(sets) > MAX_LISTED else ""
+    raise InputError(
+        place,
+        f"the folder holds {len(sets)} models: {shown}{more}",
+        f"name one of them, e.g. {show(next(iter(sets.values())))}",
+    )
+
+
+def _sisters(path: Path) -> tuple[Path, ...]:
+    return tuple(path.with_name(name) for name in sister_names(path.name, path))
 
 
 def _complete(path: Path, sisters: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -90,22 +128,9 @@ def _in_folder(folder: Path) -> tuple[Path, ...]:
         raise InputError(
             folder, f"cannot be read: {error.strerror or error}", "check its permissions"
         ) from error
-    sets: dict[str, Path] = {}
-    for name in names:
-        match = SHARD.fullmatch(name)
-        key = f"{match['base']}-*-of-{match['total']}.gguf" if match else name
-        sets.setdefault(key, folder / name)
-    if not sets:
+    if not names:
         raise InputError(folder, "the folder holds no .gguf file", _look_below(folder))
-    if len(sets) > 1:
-        shown = ", ".join(list(sets)[:MAX_LISTED])
-        more = f" and {len(sets) - MAX_LISTED} more" if len(sets) > MAX_LISTED else ""
-        raise InputError(
-            folder,
-            f"the folder holds {len(sets)} models: {shown}{more}",
-            f"name one of them, e.g. {next(iter(sets.values()))}",
-        )
-    return find_shards(next(iter(sets.values())))
+    return find_shards(folder / one_model(names, folder, lambda name: folder / name))
 
 
 def _look_below(folder: Path) -> str:

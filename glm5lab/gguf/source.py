@@ -12,6 +12,9 @@ from typing import Protocol, Self
 
 from glm5lab.errors import InputError
 
+# Far above any header in use: a vocabulary of 154,880 with merges takes some 10 MiB.
+LOCAL_LIMIT_MIB = 256
+
 
 class Source(Protocol):
     """Random access to the bytes of one GGUF file.
@@ -19,10 +22,12 @@ class Source(Protocol):
     Attributes:
         name: path or URL, for messages.
         size: bytes of the whole file.
+        header_limit: how many bytes the header may have.
     """
 
     name: str
     size: int
+    header_limit: int
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from `offset`; fewer only where the file ends. InputError when it fails."""
@@ -38,6 +43,19 @@ class Source(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+def header_limit(default_mib: int) -> int:
+    """Bytes a header may have: GLM5LAB_HEADER_LIMIT, in MiB, or the default."""
+    text = os.environ.get("GLM5LAB_HEADER_LIMIT", "").strip() or str(default_mib)
+    try:
+        limit = float(text) * (1 << 20)
+        if not 0 < limit < 1 << 40:
+            raise ValueError("out of range")
+    except ValueError as error:
+        cause = f"{text!r} is no number of MiB"
+        raise InputError("GLM5LAB_HEADER_LIMIT", cause, "unset it, or use 48") from error
+    return int(limit)
 
 
 class UrlPath(PurePosixPath):
@@ -61,6 +79,7 @@ class FileSource:
 
     def __init__(self, path: str | Path) -> None:
         self.name, self._descriptor = str(path), -1
+        self.header_limit = header_limit(LOCAL_LIMIT_MIB)
         try:
             # Without O_NONBLOCK, opening a pipe waits for a writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

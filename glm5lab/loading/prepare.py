@@ -13,6 +13,7 @@ from glm5lab.errors import InputError
 from glm5lab.gguf.config import generation_config, hf_config
 from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
 from glm5lab.gguf.tokenizer import write_tokenizer
+from glm5lab.gguf.url import local_path
 from glm5lab.loading.reconcile import require_complete
 
 MARKER = "glm5lab.json"
@@ -60,7 +61,7 @@ def prepare(source: str | Path | GgufModel, folder: str | Path | None = None) ->
         InputError: the file cannot be read, is not GLM-5, or is incomplete; or the folder cannot
             be written.
     """
-    model = source if isinstance(source, GgufModel) else open_gguf(source)
+    model = source if isinstance(source, GgufModel) else open_gguf(local_path(source, "prepare"))
     require_glm5(model)
     files = {
         "config.json": hf_config(model),

@@ -228,8 +228,10 @@ def serve(
         InputError: the file or the port cannot be used; nothing was started.
         ServerError: the server failed.
     """
+    from glm5lab.gguf.url import local_path
     from glm5lab.loading.prepare import is_prepared, open_prepared, prepare
 
+    file = local_path(file, "serve")
     if is_prepared(file):
         open_prepared(file)
     else:
