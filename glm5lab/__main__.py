@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from glm5lab import __version__
+from glm5lab import __version__, bench_commands
 from glm5lab.errors import CheckError, Glm5labError
 
 app = typer.Typer(
@@ -26,6 +26,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(bench_commands.app)
 
 # Text, not paths: a path would make https:/ of https://.
 GgufFile = Annotated[

@@ -133,7 +133,7 @@ def _write_shards(
         for index, (part, path) in enumerate(zip(parts, temporary, strict=True)):
             writer = GGUFWriter(path, "glm-dsa")
             if index == 0:
-                _add_metadata(writer, arch, types)
+                add_metadata(writer, arch, types, sample_vocabulary(arch.vocab_size))
             else:
                 writer.kv_data[0].clear()  # as llama-gguf-split: only the first has the metadata
             if len(parts) > 1:
@@ -165,7 +165,7 @@ def _gguf_type(type_id: int) -> Any:
     return GGMLQuantizationType(type_id)
 
 
-def _add_metadata(w: "GGUFWriter", a: Glm5Architecture, types: str) -> None:
+def add_metadata(w: "GGUFWriter", a: Glm5Architecture, types: str, v: SampleVocabulary) -> None:
     """The keys that llama.cpp's own converter writes for GLM-5."""
     from gguf import ExpertGatingFuncType
 
@@ -209,7 +209,7 @@ def _add_metadata(w: "GGUFWriter", a: Glm5Architecture, types: str) -> None:
     if set(a.indexer_types) != {FULL}:
         flags = [a.has_indexer(layer) for layer in range(a.block_count)]
         w.add_array("glm-dsa.attention.indexer.types", flags)
-    _add_tokenizer(w, sample_vocabulary(a.vocab_size))
+    _add_tokenizer(w, v)
 
 
 def _add_tokenizer(w: "GGUFWriter", v: SampleVocabulary) -> None:

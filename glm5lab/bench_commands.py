@@ -1,0 +1,42 @@
+"""`glm5lab bench`: measurements, each beside the tool that people use otherwise."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from glm5lab.errors import CheckError
+
+app = typer.Typer(
+    name="bench",
+    help="Measure speed beside the tools that people use otherwise.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Measure speed beside the tools that people use otherwise."""
+
+
+@app.command()
+def reader(
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Runs of each reader.", min=1)] = 3,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Leave the files of GLM-5's size there.")
+    ] = None,
+) -> None:
+    """Layer 1: the table of a GLM-5-sized set, beside gguf-py's GGUFReader."""
+    from glm5lab.gguf.bench import bench_reader, bench_text
+
+    result = bench_reader(rounds, keep)
+    typer.echo(bench_text(result))
+    if out is not None:
+        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if not result["ok"]:
+        raise CheckError("the reader missed a limit; see above")
