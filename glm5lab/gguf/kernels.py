@@ -69,7 +69,7 @@ def can_dequantize(type_name: str) -> bool:
     if type_name in NUMBERS:
         return True
     kind = getattr(GGMLQuantizationType, type_name, None)
-    if kind is None:
+    if kind not in GGML_QUANT_SIZES:
         return False
     try:
         quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)

@@ -92,13 +92,13 @@ def _expert_types(
 
     The MoE kernels take one type for both (vllm-gguf-plugin 0.0.5, fused_moe.py: w13_qweight_type).
     """
+    import pandas as pd
+
     halves = frame[used & frame["role"].isin(INSTEAD_OF["ffn_gate_up_exps.weight"])]
-    types = halves.groupby("layer")["type"]
-    mixed = types.agg(" and ".join)[types.nunique() > 1]
-    text = (
-        "gate and up experts are " + frame["layer"].map(mixed) + ", the MoE kernel takes one type"
-    )
-    return text.notna() & frame.index.isin(halves.index), text
+    mixed = halves[halves.groupby("layer")["type"].transform("nunique") > 1]
+    kinds = mixed.groupby("layer")["type"].transform(" and ".join).astype("str")
+    text = "gate and up experts are " + kinds + ", the MoE kernel takes one type"
+    return pd.Series(frame.index.isin(mixed.index)), text.reindex(frame.index)
 
 
 def _add(frame: "pd.DataFrame", where: "pd.Series[bool]", text: "pd.Series[str]") -> None:

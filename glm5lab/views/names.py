@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.kernels import gpu_here
 from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
-from glm5lab.loading.names import split_names
+from glm5lab.loading.names import BLOCK_NAME, split_names
 from glm5lab.loading.reconcile import missing_tensors, sentences
 from glm5lab.loading.table import name_table
 from glm5lab.views.tables import human_bytes, ranges
@@ -78,7 +78,8 @@ def names_text(names: NameMap, tensors: bool = False) -> str:
     lines = unfolded(names) if tensors else folded(loaded, names.gpu)
     lines += dropped_lines(table)
     shown = names.problems if tensors else fold_sentences(names.problems)
-    lines += [*summary(names), *(f"problem: {problem}" for problem in shown)]
+    lines += [*summary(names), *(f"warning: {warning}" for warning in names.model.warnings)]
+    lines += [f"problem: {problem}" for problem in shown]
     return "\n".join(lines)
 
 
@@ -177,9 +178,9 @@ def fold_sentences(problems: Iterable[str]) -> list[str]:
     folds: dict[tuple[str, str], list[int]] = {}
     for problem in problems:
         name, _, text = problem.partition(": ")
-        frame = split_names([name]).iloc[0]
-        inside = frame["layer"] == frame["layer"]
-        folds.setdefault((frame["role"], text), []).extend([int(frame["layer"])] if inside else [])
+        block = BLOCK_NAME.fullmatch(name)
+        layers = folds.setdefault((block[2] if block else name, text), [])
+        layers += [int(block[1])] if block else []
     return [
         f"{role} (blocks {layer_ranges(layers)}): {text}"
         if len(layers) > 1
@@ -210,7 +211,7 @@ def map_text(
     Raises:
         InputError: the file cannot be read or is not GLM-5, or tp or pp cannot be.
     """
-    names = name_map(open_gguf(file), tp=tp, pp=pp, gpu=gpu)
+    names = name_map(open_gguf(file, allow_truncated=True), tp=tp, pp=pp, gpu=gpu)
     return names_text(names, tensors), not names.problems
 
 
@@ -221,7 +222,7 @@ def map_json(
 
     Bytes are whole numbers; layer is null outside the blocks, stage null where dropped.
     """
-    names = name_map(open_gguf(file), tp=tp, pp=pp, gpu=gpu)
+    names = name_map(open_gguf(file, allow_truncated=True), tp=tp, pp=pp, gpu=gpu)
     table = names.table.astype(object)
     table["shape"] = table["shape"].map(list)
     table["layer"] = table["layer"].where(table["layer"].notna(), None)
@@ -234,6 +235,7 @@ def map_json(
         "device": "gpu" if names.gpu else "cpu",
         "tensors": table.to_dict("records"),
         "stage_bytes": names.stage_bytes(),
+        "warnings": names.model.warnings,
         "missing": names.missing,
         "problems": names.problems,
     }
