@@ -165,7 +165,7 @@ def test_no_answer(monkeypatch):
     monkeypatch.setattr(http, "READ_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(InputError, match=r"no answer within 0 s \(4 attempts\)"):
+        with pytest.raises(InputError, match=r"no answer in time \(4 attempts\)"):
             open_gguf(f"http://127.0.0.1:{port}/a.gguf")
 
 

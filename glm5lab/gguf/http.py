@@ -5,10 +5,7 @@ that stay open between requests are its business. Redirects are followed here, b
 not travel to another origin, and netrc files are not looked at.
 """
 
-import os
 import re
-import socket
-import ssl
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -16,6 +13,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import urljoin
 
 from glm5lab.errors import InputError
+from glm5lab.gguf.http_errors import TRY_AGAIN, explain, fix_for_status, network_errors, reason
 from glm5lab.gguf.url import RemoteFile, origin, shown
 
 if TYPE_CHECKING:
@@ -27,13 +25,11 @@ REDIRECTS = frozenset({301, 302, 303, 307, 308})
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 ATTEMPTS = 4
 FIRST_PAUSE_S, MAX_WAIT_S = 0.5, 10.0
-CONNECT_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 20.0
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 20.0
 # Slower than this for a whole SLOW_S is taken for a broken connection.
 SLOW_S, SLOWEST_BYTES_PER_S = 30.0, 1024
 PIECE = 1 << 16
 T = TypeVar("T")
-TRY_AGAIN = "try again, or download the file and name it here"
 
 
 class PassingError(Exception):
@@ -94,7 +90,7 @@ class Answer:
             return b""
         try:
             piece: bytes = self._response.raw.read1(count, decode_content=False)
-        except _failures() as error:
+        except network_errors() as error:
             early = type(error).__name__ == "ProtocolError" and self.left
             cause = f"the connection ended {self.left} bytes too early"
             raise PassingError(cause if early else explain(error)[0]) from error
@@ -129,9 +125,7 @@ class Client:
     """
 
     def __init__(self) -> None:
-        import requests
-
-        self._session = requests.Session()
+        self._session = _session()
         self._last: Answer | None = None
 
     def get(self, file: RemoteFile, headers: dict[str, str], url: str = "") -> Answer:
@@ -156,15 +150,9 @@ class Client:
             if response.status_code not in REDIRECTS or not target:
                 return self._checked(file, at, response, bool(authorization))
             _discard(response)
-            after = urljoin(at, target)
-            try:
-                if not after.lower().startswith(("http://", "https://")):
-                    raise ValueError("not http")
-                if origin(after) != origin(at):
-                    authorization = ""
-            except ValueError as error:
-                cause = f"the server redirects to {shown(after)!r}, which is no web address"
-                raise InputError(file.name, cause, TRY_AGAIN) from error
+            after = joined(file, at, target)
+            if origin(after) != origin(at):
+                authorization = ""
             at = after
         raise InputError(file.name, f"more than {MAX_REDIRECTS} redirects", "check the address")
 
@@ -201,7 +189,7 @@ class Client:
                 auth=lambda request: request,  # keeps netrc's passwords out
                 timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
             )
-        except _failures() as error:
+        except network_errors() as error:
             cause, fix = explain(error)
             if fix:
                 raise InputError(file.name, cause, fix) from error
@@ -217,12 +205,24 @@ class Client:
                 return answer
             answer.close()
             raise InputError(file.name, "the server sends it compressed", TRY_AGAIN)
-        cause = f"the server answers {answer.status} {_reason(response)}".rstrip()
+        cause = f"the server answers {answer.status} {reason(response)}".rstrip()
         wait_s = _number(response.headers.get("Retry-After")) or 0
         _discard(response)
         if answer.status in PASSING and wait_s <= MAX_WAIT_S:
             raise PassingError(cause, wait_s)
-        raise InputError(file.name, cause, _fix(file, answer.status, authorized))
+        raise InputError(file.name, cause, fix_for_status(file, answer.status, authorized))
+
+
+def joined(file: RemoteFile, base: str, target: str) -> str:
+    """The address that an answer from `base` leads to; InputError unless it is http or https."""
+    try:
+        address = urljoin(base, target)
+        if origin(address)[0] not in ("http", "https"):
+            raise ValueError("another scheme")
+    except ValueError as error:
+        cause = f"the server redirects to {shown(target)!r}, which is no web address"
+        raise InputError(file.name, cause, TRY_AGAIN) from error
+    return address
 
 
 def patiently(file: RemoteFile, action: Callable[[], T]) -> T:
@@ -242,78 +242,14 @@ def patiently(file: RemoteFile, action: Callable[[], T]) -> T:
     raise AssertionError("unreachable")
 
 
-def explain(error: BaseException) -> tuple[str, str]:
-    """Cause and fix of a failed connection; no fix where another attempt may help.
+def _session() -> "requests.Session":
+    import requests
 
-    The libraries' own texts are left out: they repeat the address with its query, and headers.
-    """
-    chain = _chain(error)
-    names = " ".join(type(link).__name__ for link in chain)
-    if "ProxyError" in names:
-        return "the proxy does not connect", "check HTTPS_PROXY, HTTP_PROXY and NO_PROXY"
-    for link in chain:
-        if isinstance(link, ssl.SSLCertVerificationError):
-            return f"its certificate is not accepted: {link.verify_message}", (
-                "check the address; behind a proxy with its own certificates, "
-                "point REQUESTS_CA_BUNDLE to them"
-            )
-        if isinstance(link, socket.gaierror):
-            return "no such host (or no network)", "check the address and the network"
-        if isinstance(link, ConnectionRefusedError):
-            return "the connection is refused", "check host and port; is the server running?"
-    if "Invalid" in names or "LocationParseError" in names or "UnicodeError" in names:
-        return "not a valid address", "write https://HOST/PATH"
-    if any(isinstance(link, ssl.SSLError) for link in chain):
-        return "no TLS connection (is it http:// on this port?)", "check scheme, host and port"
-    if "Timeout" in names or any(isinstance(link, TimeoutError) for link in chain):
-        return f"no answer within {READ_TIMEOUT_S:.0f} s", ""
-    for link in chain:
-        if isinstance(link, OSError) and link.errno:
-            return f"the connection failed: {os.strerror(link.errno)}", ""
-    return f"the connection broke ({type(chain[-1]).__name__})", ""
+    class Session(requests.Session):
+        def get_redirect_target(self, resp: requests.Response) -> None:
+            """None; else requests reads the body to its end, even where it does not follow."""
 
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what it wraps: causes, and the errors in its arguments."""
-    chain: list[BaseException] = []
-    waiting: list[object] = [error]
-    while waiting and len(chain) < 32:
-        link = waiting.pop(0)
-        if isinstance(link, BaseException) and link not in chain:
-            chain.append(link)
-            waiting += [link.__cause__, link.__context__, getattr(link, "reason", None), *link.args]
-    return chain
-
-
-def _failures() -> tuple[type[BaseException], ...]:
-    """Whatever a request or a read raises when the network or the server is at fault."""
-    from http.client import HTTPException
-
-    from requests import RequestException
-    from urllib3.exceptions import HTTPError
-
-    return RequestException, HTTPError, HTTPException, OSError, UnicodeError
-
-
-def _fix(file: RemoteFile, status: int, authorized: bool) -> str:
-    hub = file.name.startswith("hf:") or "/resolve/" in file.url
-    if status == 404:
-        return "check the address: repository, revision, folder and file name"
-    if status in (401, 403):
-        if not hub:
-            return "check that the address is open to you (a signed address may have run out)"
-        if authorized:
-            return (
-                "accept the model's terms on its page, or set HF_TOKEN to a token that may read it"
-            )
-        return "if it is private or gated, accept its terms on its page and set HF_TOKEN"
-    return TRY_AGAIN
-
-
-def _reason(response: "requests.Response") -> str:
-    """The server's words for its status, as one short line."""
-    text = response.headers.get("X-Error-Message") or response.reason or ""
-    return "".join(c if c.isprintable() else " " for c in str(text))[:160].strip()
+    return Session()
 
 
 def _number(text: str | None) -> int | None:
@@ -326,7 +262,7 @@ def _discard(response: "requests.Response") -> None:
     try:
         if length is not None and length <= PIECE:
             response.raw.read(PIECE, decode_content=False)
-    except _failures():
+    except network_errors():
         pass
     finally:
         response.close()

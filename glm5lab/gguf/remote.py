@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urljoin
 
 from glm5lab.errors import InputError
 from glm5lab.gguf.cursor import FIRST_READ
-from glm5lab.gguf.http import TRY_AGAIN, Answer, Client, PassingError, patiently
+from glm5lab.gguf.http import Answer, Client, PassingError, joined, patiently
+from glm5lab.gguf.http_errors import TRY_AGAIN
 from glm5lab.gguf.shards import one_model, sister_names
 from glm5lab.gguf.source import header_limit
 from glm5lab.gguf.url import HubPath, RemoteFile, parse_url, web_page_fix
@@ -182,6 +182,7 @@ def remote_sources(url: str | Path) -> Iterator[list[HttpSource]]:
         client = stack.enter_context(Client())
         place = parse_url(url)
         if isinstance(place, HubPath):
+            _refuse_offline(place)
             place = place if place.path.lower().endswith(".gguf") else _in_folder(place, client)
             file = place.file()
         else:
@@ -221,10 +222,13 @@ def _open_all(
     return sources
 
 
-def _in_folder(place: HubPath, client: Client) -> HubPath:
-    """The one model in a folder of a repository, or below it."""
+def _refuse_offline(place: HubPath) -> None:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise InputError(str(place), "HF_HUB_OFFLINE is set", "unset it, or name a local file")
+
+
+def _in_folder(place: HubPath, client: Client) -> HubPath:
+    """The one model in a folder of a repository, or below it."""
     paths = [p for p in _listing(place, client) if p.lower().endswith(".gguf")]
     if not paths:
         raise InputError(str(place), "the folder holds no .gguf file", "name a .gguf file")
@@ -239,6 +243,8 @@ def _listing(place: HubPath, client: Client) -> list[str]:
         body, page = patiently(listing, partial(_body, listing, client, page))
         try:
             entries = json.loads(body)
+            if not isinstance(entries, list):
+                raise TypeError("not a list")
             paths += [e["path"] for e in entries if e["type"] == "file"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             cause = "the server's list of files is not what the Hub's is (HF_ENDPOINT?)"
@@ -259,7 +265,8 @@ def _body(listing: RemoteFile, client: Client, page: str) -> tuple[bytes, str]:
                 raise InputError(listing.name, "its list of files is endless", "name a .gguf file")
     finally:
         answer.close()
-    return bytes(body), answer.next_page and urljoin(answer.url, answer.next_page)
+    page = answer.next_page
+    return bytes(body), joined(listing, answer.url, page) if page else ""
 
 
 def _progress(files: int) -> Any:
