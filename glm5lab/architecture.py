@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 FULL, SHARED = "full", "shared"
 # Longer contexts without `indexer.types` are GLM-5.2 files from before that key existed.
 LONG_CONTEXT = 1048576
+# llama.cpp's LLAMA_MAX_LAYERS; a damaged count must not become a list of that length.
+MAX_BLOCKS = 512
 KINDS = ("full", "share", "mtp")
 
 
@@ -144,6 +147,8 @@ class Glm5Architecture:
         layers = blocks - nextn
         if layers < 1:
             raise ValueError(f"block_count {blocks} with nextn_predict_layers {nextn}")
+        if blocks > MAX_BLOCKS:
+            raise ValueError(f"block_count {blocks} is above llama.cpp's limit of {MAX_BLOCKS}")
         rope = get.whole("rope.dimension_count")
         kv_lora = get.whole("attention.kv_lora_rank")
         if get.whole("attention.key_length", kv_lora + rope) != kv_lora + rope:
@@ -192,7 +197,8 @@ def indexer_types(values: Any, layers: int, context: int) -> tuple[str, ...]:
     """Which decoder layers run an indexer of their own.
 
     Args:
-        values: `attention.indexer.types` (true = full; MTP layers may follow), or None.
+        values: `attention.indexer.types` (true = full; MTP layers may follow; one value stands
+            for all layers), or None.
         layers: decoder layers.
         context: context length in tokens; decides when `values` is None.
     """
@@ -201,6 +207,8 @@ def indexer_types(values: Any, layers: int, context: int) -> tuple[str, ...]:
             return (FULL,) * layers
         # GLM-5.2: full at 0, 1, 2, then every fourth layer from 6 on.
         return tuple(FULL if i < 3 or i % 4 == 2 else SHARED for i in range(layers))
+    if isinstance(values, bool):
+        values = [values] * layers
     if not isinstance(values, list) or len(values) < layers:
         raise ValueError(f"attention.indexer.types is not an array of {layers} values")
     types = tuple(FULL if v else SHARED for v in values[:layers])
@@ -222,7 +230,7 @@ class _Keys:
         value = self.raw(key, default)
         if value is None:
             raise KeyError(f"glm-dsa.{key}")
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
             raise ValueError(f"glm-dsa.{key} is {value!r}, not a number")
         # Metadata hold float32; 1e-5 should read as 1e-5 and not as 9.999999747378752e-06.
         return float(f"{value:.7g}")

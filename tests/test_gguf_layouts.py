@@ -37,6 +37,8 @@ def test_source_and_size(name: str) -> None:
         assert round(layout.nbytes / GIB, digits) == published["gib"]
     if "gb" in published:
         assert layout.nbytes / 1e9 == pytest.approx(published["gb"], abs=published["gb_tolerance"])
+    if "llama_quantize_mib" in published:  # a dry run of llama.cpp's quantizer
+        assert round(layout.nbytes / (1 << 20), 2) == published["llama_quantize_mib"]
     if "bpw" in published:
         weights = sum(_elements(t.shape) for t in layout.tensors)
         assert layout.nbytes * 8 / weights == pytest.approx(published["bpw"], rel=2e-3)

@@ -1,9 +1,11 @@
 """HF's config.json from a GLM-5 GGUF's header: every field that HF and vLLM read."""
 
+import dataclasses
 from typing import Any
 
 from glm5lab.architecture import FULL, Glm5Architecture
 from glm5lab.errors import InputError
+from glm5lab.gguf.index_share import describe, index_share
 from glm5lab.gguf.reader import GgufModel, require_glm5
 from glm5lab.gguf.tokenizer import special_ids
 
@@ -18,9 +20,30 @@ def read_architecture(model: GgufModel) -> Glm5Architecture:
     Raises:
         InputError: another architecture, a key missing or contradictory.
     """
+    arch = _stated_architecture(model)
+    return dataclasses.replace(arch, indexer_types=index_share(model, arch).types)
+
+
+def config_notes(model: GgufModel) -> list[str]:
+    """What a reader of a report should know about the file's configuration; a sentence each.
+
+    Raises:
+        InputError: as `read_architecture`.
+    """
+    arch = _stated_architecture(model)
+    notes = describe(index_share(model, arch))
+    if _mtp_layers(model, arch) < arch.num_nextn_predict_layers:
+        notes.append(
+            f"nextn_predict_layers is {arch.num_nextn_predict_layers}, but the file holds no "
+            f"block {arch.num_hidden_layers}: no multi-token prediction"
+        )
+    return notes
+
+
+def _stated_architecture(model: GgufModel) -> Glm5Architecture:
     require_glm5(model)
     try:
-        arch = Glm5Architecture.from_metadata(_with_vocab_size(model))
+        return Glm5Architecture.from_metadata(_with_vocab_size(model))
     except KeyError as error:
         raise InputError(
             model.path, f"metadata key {error.args[0]!r} is missing", CONVERT_AGAIN
@@ -29,7 +52,6 @@ def read_architecture(model: GgufModel) -> Glm5Architecture:
         raise InputError(
             model.path, f"metadata contradict themselves: {error}", CONVERT_AGAIN
         ) from error
-    return arch
 
 
 def hf_config(model: GgufModel) -> dict[str, Any]:

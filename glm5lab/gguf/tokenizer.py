@@ -36,7 +36,8 @@ class SpecialIds:
 
 def special_ids(model: GgufModel) -> SpecialIds:
     """Begin, end and padding tokens; ends are the file's keys and GLM-5's three end tokens."""
-    tokens = model.metadata.get("tokenizer.ggml.tokens") or []
+    value = model.metadata.get("tokenizer.ggml.tokens")
+    tokens = value if isinstance(value, list) else []
 
     def key(name: str) -> int | None:
         value = model.metadata.get(f"tokenizer.ggml.{name}_token_id")
