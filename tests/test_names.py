@@ -37,7 +37,7 @@ def of(table, name):
 def test_gguf_py_agrees_on_every_name(role):
     """gguf-py's own map from Hugging Face names, as the converter uses it."""
     arch = gguf.MODEL_ARCH.GLM_DSA
-    if role == "ffn_gate_up_exps.weight":  # listed for DeepSeek's models, not (yet) for GLM_DSA
+    if role == "ffn_gate_up_exps.weight":  # listed for Gemma 4 and others, not for GLM_DSA
         fused = gguf.MODEL_TENSOR.FFN_GATE_UP_EXP
         arch = next(a for a, tensors in gguf.MODEL_TENSORS.items() if fused in tensors)
     known = gguf.get_tensor_name_map(arch, 4)
@@ -176,12 +176,16 @@ def test_a_file_without_output_is_incomplete(sample_f32, tmp_path):
     assert "problem: output.weight: missing, expected shape [512, 256]" in text
 
 
-def test_a_missing_block_is_one_problem(sample_f32, tmp_path):
+def test_missing_blocks_are_one_problem(sample_f32, tmp_path):
     def without(tensors):
-        return {name: t for name, t in tensors.items() if not name.startswith("blk.3.")}
+        gone = ("blk.0.", "blk.2.", "blk.3.")
+        return {name: t for name, t in tensors.items() if not name.startswith(gone)}
 
     model = open_gguf(rewrite(sample_f32, tmp_path / "copy.gguf", without))
-    assert reconcile(model, hf_config(model)).problems == ["blk.3: missing, the whole block"]
+    assert reconcile(model, hf_config(model)).problems == [
+        "blk.0: missing, every tensor of it",
+        "blk.2 to blk.3: missing, every tensor of them",
+    ]
 
 
 def test_experts_of_two_types_are_a_problem_on_a_gpu(sample_mix):

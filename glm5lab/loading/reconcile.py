@@ -73,15 +73,20 @@ def tensor_frame(model: GgufModel, config: Mapping[str, Any]) -> "pd.DataFrame":
 
 
 def missing_tensors(model: GgufModel, config: Mapping[str, Any]) -> list[str]:
-    """A sentence for each tensor that GLM-5 needs and the file lacks; one for whole blocks."""
-    found = split_names(model.tensors)["layer"].dropna().unique()
-    absent = np.setdiff1d(np.arange(config["num_hidden_layers"]), found.astype("int64"))
+    """A sentence for each tensor that GLM-5 needs and the file lacks, or for whole blocks."""
     problems = [
         f"{name}: missing, expected shape {_brackets(shape)}"
         for name, shape in _expected(model, config).items()
         if name not in model.tensors
     ]
-    return problems + [f"blk.{layer}: missing, the whole block" for layer in absent]
+    found = split_names(model.tensors)["layer"].dropna().astype("int64")
+    absent = np.setdiff1d(np.arange(config["num_hidden_layers"]), found)
+    for run in np.split(absent, np.flatnonzero(np.diff(absent) > 1) + 1):
+        if len(run) == 1:
+            problems.append(f"blk.{run[0]}: missing, every tensor of it")
+        elif len(run):
+            problems.append(f"blk.{run[0]} to blk.{run[-1]}: missing, every tensor of them")
+    return problems
 
 
 def _expected(model: GgufModel, config: Mapping[str, Any]) -> dict[str, Shape]:
