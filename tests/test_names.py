@@ -1,7 +1,6 @@
 """Layer 2, the name table: against gguf-py, HF's twin and vllm-gguf-plugin's lists of types."""
 
 import ast
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,16 +11,14 @@ from rewrite import fuse_experts, rewrite
 from safetensors.numpy import load_file
 from unknown_types import with_unknown_types
 
-from glm5lab.__main__ import main
 from glm5lab.gguf import kernels
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.placement import placements
 from glm5lab.gguf.reader import open_gguf
-from glm5lab.gguf.sample import write_sample
 from glm5lab.loading import names, transforms
 from glm5lab.loading.reconcile import reconcile, require_complete
 from glm5lab.loading.table import COLUMNS, name_table
-from glm5lab.views.names import fold_sentences, layer_ranges, map_json, map_text
+from glm5lab.views.names import map_text
 
 
 def table_of(path, **options):
@@ -278,97 +275,3 @@ def test_the_lists_are_the_plugin_s():
 )
 def test_kernels(role, type_name, gpu, expected):
     assert kernels.kernel(type_name, role, gpu) == expected
-
-
-@pytest.mark.parametrize(
-    ("layers", "text"),
-    [
-        ([], ""),
-        ([3], "3"),
-        ([0, 1, 2, *range(6, 75, 4)], "0-2,6-74/4"),
-        ([0, 2, 4], "0,2,4"),
-        ([0, 2, 4, 6], "0-6/2"),
-        ([1, 2, 3, 5, 7, 9, 11, 20], "1-3,5-11/2,20"),
-        ([5, 3, 4], "3-5"),
-        ([3, 4, 5, 7, 8, 9, 11, 12, 13], "3-5,7-9,11-13"),
-    ],
-)
-def test_layers_are_folded(layers, text):
-    assert layer_ranges(layers) == text
-
-
-def test_every_set_of_layers_can_be_read_back():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        layers = set(np.flatnonzero(rng.random(30) < rng.random()).tolist())
-        read: list[int] = []
-        for part in filter(None, layer_ranges(layers).split(",")):
-            span, _, step = part.partition("/")
-            first, _, last = span.partition("-")
-            read += range(int(first), int(last or first) + 1, int(step or 1))
-        assert sorted(read) == sorted(layers)
-
-
-def test_problems_are_folded():
-    problems = [f"blk.{n}.x.weight: missing" for n in (0, 1, 2)] + ["output.weight: missing"]
-    assert fold_sentences([*problems, "blk.7.x.weight: other", "blk.3: gone", "blk.4: gone"]) == [
-        *("x.weight (blocks 0-2): missing", "output.weight: missing"),
-        *("blk.7.x.weight: other", "blk.3: gone", "blk.4: gone"),
-    ]
-
-
-def test_json_says_what_the_table_says(sample_mtp):
-    content, fits = map_json(sample_mtp, tp=2, pp=2, gpu=True)
-    assert fits
-    content = json.loads(json.dumps(content, allow_nan=False))
-    table = table_of(sample_mtp, tp=2, pp=2, gpu=True)
-    assert [row["gguf"] for row in content["tensors"]] == list(table["gguf"])
-    assert set(content["tensors"][0]) == set(COLUMNS)
-    assert content["tensors"][0]["layer"] is None
-    assert all((row["stage"] is None) == bool(row["dropped"]) for row in content["tensors"])
-    assert sum(content["stage_bytes"]) == table["rank_bytes"].sum()
-    assert content["problems"] == content["missing"] == []
-
-
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        ([], 0),
-        (["--json"], 0),
-        (["--tensors", "--device", "gpu"], 0),
-        (["--tp", "3"], 1),  # four heads
-        (["--tp", "3", "--json"], 1),
-        (["--tp", "0"], 2),
-        (["--pp", "9"], 2),  # five layers
-    ],
-)
-def test_the_command_s_exit_codes(options, code, sample_f32, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["map", str(sample_f32), *options])
-    assert (ended.value.code or 0) == code
-    out = capsys.readouterr().out
-    if "--json" in options:
-        assert bool(json.loads(out)["problems"]) == bool(code)
-    elif "--tensors" in options:
-        assert out.count("blk.3.") > 20
-    elif code < 2:
-        assert len(out.splitlines()) < 60
-
-
-def test_the_text_folds_many_layers(tmp_path):
-    """A GLM-5's 78 layers print in as many lines as five do."""
-    path = write_sample(tmp_path, kind="full")
-    few, _ = map_text(path)
-    model = open_gguf(path)
-    many = dict(model.tensors)
-    for name, tensor in model.tensors.items():
-        if name.startswith("blk.4."):
-            many |= {name.replace("blk.4.", f"blk.{n}."): tensor for n in range(5, 78)}
-    model.tensors = many
-    config = hf_config(model) | {"num_hidden_layers": 78, "indexer_types": ["full"] * 78}
-    from glm5lab.views.names import name_map, names_text
-
-    text = names_text(name_map(model, config, gpu=False))
-    assert "0 problems" in text
-    assert len(text.splitlines()) == len(few.splitlines())
-    assert max(map(len, text.splitlines())) < 140

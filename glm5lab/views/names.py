@@ -11,7 +11,7 @@ from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
 from glm5lab.loading.names import BLOCK_NAME, split_names
 from glm5lab.loading.reconcile import missing_tensors, sentences
 from glm5lab.loading.table import name_table
-from glm5lab.views.tables import human_bytes, ranges
+from glm5lab.views.tables import human_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,7 +108,7 @@ def folded_cells(role: str, rows: "pd.DataFrame") -> tuple[str, ...]:
         role,
         layer_ranges(layers),
         "/".join(sorted(rows["type"].unique())),
-        "/".join(sorted(rows["kernel"].unique())),
+        "/".join(sorted(rows["kernel"].replace("", "none").unique())),
         human_bytes(int(rows.groupby("stage")["rank_bytes"].sum().max())),
         vllm,
         first["change"],
@@ -131,10 +131,10 @@ def dropped_lines(table: "pd.DataFrame") -> list[str]:
     lines = []
     for reason, rows in table[table["dropped"] != ""].groupby("dropped", sort=False):
         layers = sorted({int(n) for n in rows["layer"].dropna()})
-        what = rows["gguf"].iloc[0] if len(rows) == 1 else f"{len(rows)} tensors"
-        where = f" of blocks {layer_ranges(layers)}" if layers and len(rows) > 1 else ""
+        blocks = f" of block{'s' * (len(layers) > 1)} {layer_ranges(layers)}" if layers else ""
+        what = rows["gguf"].iloc[0] if len(rows) == 1 else f"{len(rows)} tensors{blocks}"
         size = human_bytes(int(rows["nbytes"].sum()))
-        lines.append(f"dropped: {what}{where} ({size}): {reason}")
+        lines.append(f"dropped: {what} ({size}): {reason}")
     return lines
 
 
@@ -154,23 +154,34 @@ def summary(names: NameMap) -> list[str]:
 
 
 def layer_ranges(layers: Iterable[int]) -> str:
-    """[0, 1, 2, 6, 10, 14] -> "0-2,6-14/4" (every fourth); shorter ones as `ranges` has them."""
-    numbers, parts = sorted(layers), []
-    plain: list[int] = []
+    """Layers in few characters.
+
+    [0, 1, 2, 6, 10, 14] -> "0-2,6-14/4" (every fourth from 6 on); where it is shorter, a span and
+    what it leaves out: "3-77 but 6-74/4".
+    """
+    numbers = sorted(set(layers))
+    text = _runs(numbers)
+    if len(numbers) > 1:
+        others = sorted(set(range(numbers[0], numbers[-1])) - set(numbers))
+        span = f"{numbers[0]}-{numbers[-1]} but {_runs(others)}"
+        text = min(text, span, key=len) if others else text
+    return text
+
+
+def _runs(numbers: list[int]) -> str:
+    """Dense runs as "0-2", runs of four or more with a step as "6-14/4", the rest one by one."""
+    parts: list[str] = []
     while numbers:
         step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
         run = 1
         while run < len(numbers) and numbers[run] - numbers[run - 1] == step:
             run += 1
-        if step > 1 and run > 3:
-            parts += [ranges(plain)] if plain else []
-            parts.append(f"{numbers[0]}-{numbers[run - 1]}/{step}")
-            plain, numbers = [], numbers[run:]
-        else:
-            # The last of a dense run may begin a sparse one.
-            taken = run if step == 1 else 1
-            plain, numbers = plain + numbers[:taken], numbers[taken:]
-    return ",".join(parts + ([ranges(plain)] if plain else []))
+        if step > 1 and run < 4:
+            run = 1
+        last = f"-{numbers[run - 1]}" if run > 1 else ""
+        parts.append(f"{numbers[0]}{last}" + (f"/{step}" if step > 1 and last else ""))
+        numbers = numbers[run:]
+    return ",".join(parts)
 
 
 def fold_sentences(problems: Iterable[str]) -> list[str]:
@@ -197,12 +208,16 @@ def columns(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def map_text(
-    file: str | Path, tp: int = 1, pp: int = 1, tensors: bool = False, gpu: bool | None = None
+    source: str | Path | GgufModel,
+    tp: int = 1,
+    pp: int = 1,
+    tensors: bool = False,
+    gpu: bool | None = None,
 ) -> tuple[str, bool]:
     """The name table of a file, and whether everything fits.
 
     Args:
-        file: a GGUF file, any shard of a set, or its folder.
+        source: an open model, or where `open_gguf` finds one.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
         tensors: one line a tensor.
@@ -211,18 +226,18 @@ def map_text(
     Raises:
         InputError: the file cannot be read or is not GLM-5, or tp or pp cannot be.
     """
-    names = name_map(open_gguf(file, allow_truncated=True), tp=tp, pp=pp, gpu=gpu)
+    names = name_map(_open(source), tp=tp, pp=pp, gpu=gpu)
     return names_text(names, tensors), not names.problems
 
 
 def map_json(
-    file: str | Path, tp: int = 1, pp: int = 1, gpu: bool | None = None
+    source: str | Path | GgufModel, tp: int = 1, pp: int = 1, gpu: bool | None = None
 ) -> tuple[dict[str, Any], bool]:
     """`map_text` as plain values: one object a tensor with the columns of `name_table`.
 
     Bytes are whole numbers; layer is null outside the blocks, stage null where dropped.
     """
-    names = name_map(open_gguf(file, allow_truncated=True), tp=tp, pp=pp, gpu=gpu)
+    names = name_map(_open(source), tp=tp, pp=pp, gpu=gpu)
     table = names.table.astype(object)
     table["shape"] = table["shape"].map(list)
     table["layer"] = table["layer"].where(table["layer"].notna(), None)
@@ -240,3 +255,8 @@ def map_json(
         "problems": names.problems,
     }
     return content, not names.problems
+
+
+def _open(source: str | Path | GgufModel) -> GgufModel:
+    # Names need no weights: a file that is cut inside them is mapped, with a warning.
+    return source if isinstance(source, GgufModel) else open_gguf(source, allow_truncated=True)

@@ -1,0 +1,137 @@
+"""Layer 2, what `glm5lab map` shows: folded text, JSON, exit codes, published layouts."""
+
+import json
+
+import numpy as np
+import pytest
+
+from glm5lab.__main__ import main
+from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.layout_files import write_layout
+from glm5lab.gguf.layouts import read_layouts
+from glm5lab.gguf.reader import open_gguf
+from glm5lab.gguf.sample import write_sample
+from glm5lab.loading import names
+from glm5lab.loading.table import COLUMNS, name_table
+from glm5lab.views.names import (
+    fold_sentences,
+    layer_ranges,
+    map_json,
+    map_text,
+    name_map,
+    names_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([0, 1, 2, *range(6, 75, 4)], "0-2,6-74/4"),
+        ([0, 2, 4], "0,2,4"),
+        ([0, 2, 4, 6], "0-6/2"),
+        ([1, 2, 3, 5, 7, 9, 11, 20], "1-3,5-11/2,20"),
+        ([5, 3, 4], "3-5"),
+        ([3, 4, 5, 7, 8, 9, 11, 12, 13], "3-5,7-9,11-13"),
+        ([n for n in range(3, 78) if n % 4 != 2], "3-77 but 6-74/4"),
+    ],
+)
+def test_layers_are_folded(layers, text):
+    assert layer_ranges(layers) == text
+
+
+def read_back(text):
+    read: set[int] = set()
+    for part in filter(None, text.split(",")):
+        span, _, step = part.partition("/")
+        first, _, last = span.partition("-")
+        read |= set(range(int(first), int(last or first) + 1, int(step or 1)))
+    return read
+
+
+def test_every_set_of_layers_can_be_read_back():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        layers = set(np.flatnonzero(rng.random(30) < rng.random()).tolist())
+        whole, _, but = layer_ranges(layers).partition(" but ")
+        assert read_back(whole) - read_back(but) == layers
+
+
+def test_problems_are_folded():
+    problems = [f"blk.{n}.x.weight: missing" for n in (0, 1, 2)] + ["output.weight: missing"]
+    assert fold_sentences([*problems, "blk.7.x.weight: other", "blk.3: gone", "blk.4: gone"]) == [
+        *("x.weight (blocks 0-2): missing", "output.weight: missing"),
+        *("blk.7.x.weight: other", "blk.3: gone", "blk.4: gone"),
+    ]
+
+
+def test_json_says_what_the_table_says(sample_mtp):
+    content, fits = map_json(sample_mtp, tp=2, pp=2, gpu=True)
+    assert fits
+    content = json.loads(json.dumps(content, allow_nan=False))
+    model = open_gguf(sample_mtp)
+    table = name_table(model, hf_config(model), tp=2, pp=2, gpu=True)
+    assert [row["gguf"] for row in content["tensors"]] == list(table["gguf"])
+    assert set(content["tensors"][0]) == set(COLUMNS)
+    assert content["tensors"][0]["layer"] is None
+    assert all((row["stage"] is None) == bool(row["dropped"]) for row in content["tensors"])
+    assert sum(content["stage_bytes"]) == table["rank_bytes"].sum()
+    assert content["problems"] == content["missing"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ([], 0),
+        (["--json"], 0),
+        (["--tensors", "--device", "gpu"], 0),
+        (["--tp", "3"], 1),  # four heads
+        (["--tp", "3", "--json"], 1),
+        (["--tp", "0"], 2),
+        (["--pp", "9"], 2),  # five layers
+    ],
+)
+def test_the_command_s_exit_codes(options, code, sample_f32, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["map", str(sample_f32), *options])
+    assert (ended.value.code or 0) == code
+    out = capsys.readouterr().out
+    if "--json" in options:
+        assert bool(json.loads(out)["problems"]) == bool(code)
+    elif "--tensors" in options:
+        assert out.count("blk.3.") > 20
+    elif code < 2:
+        assert len(out.splitlines()) < 60
+
+
+def test_the_text_folds_many_layers(tmp_path):
+    """A GLM-5's 78 layers print in as many lines as five do."""
+    path = write_sample(tmp_path, kind="full")
+    few, _ = map_text(path)
+    model = open_gguf(path)
+    many = dict(model.tensors)
+    for name, tensor in model.tensors.items():
+        if name.startswith("blk.4."):
+            many |= {name.replace("blk.4.", f"blk.{n}."): tensor for n in range(5, 78)}
+    model.tensors = many
+    config = hf_config(model) | {"num_hidden_layers": 78, "indexer_types": ["full"] * 78}
+    text = names_text(name_map(model, config, gpu=False))
+    assert "0 problems" in text
+    assert len(text.splitlines()) == len(few.splitlines())
+    assert max(map(len, text.splitlines())) < 140
+
+
+def test_published_layouts(tmp_path):
+    """The type layouts of public files: what fits, what is dropped, what has no kernel."""
+    seen = {}
+    for name, layout in read_layouts().items():
+        model = open_gguf(write_layout(layout, tmp_path / name))
+        table = name_table(model, hf_config(model), tp=8, gpu=True)
+        seen[name] = set(table["problem"].str.partition("(")[0]) - {""}
+        shared = table[table["dropped"] == names.SHARED_INDEXER]
+        assert len(shared) == (285 if name == "glm-5.2-ud-iq2_xxs" else 0)  # 57 layers
+        assert (table["dropped"] == names.MTP).sum() == 27
+        assert map_text(model, tp=8, gpu=True)[1] == (not seen[name])
+    assert seen.pop("glm-5.2-iq2_kt-sokann") == {"type unknown"}
+    assert set().union(*seen.values()) == set()
