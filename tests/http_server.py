@@ -160,13 +160,15 @@ def hub(repository: Path, owner_and_name: str):
                 "type": "directory" if p.is_dir() else "file",
                 "path": p.relative_to(repository).as_posix(),
                 "size": 0,
+                "oid": "0",
             }
             for p in found
         ]
         at = int(parse_qs(parts.query).get("cursor", ["0"])[0])
         head = {"Content-Type": "application/json"}
         if at + 2 < len(entries):
-            head["Link"] = f'<{parts.path}?recursive=true&cursor={at + 2}>; rel="next"'
+            home = f"http://{headers['Host']}{parts.path}"
+            head["Link"] = f'<{home}?recursive=true&cursor={at + 2}>; rel="next"'
         return 200, head, json.dumps(entries[at : at + 2]).encode()
 
     return answer

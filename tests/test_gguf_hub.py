@@ -1,9 +1,12 @@
 """Files on the Hugging Face Hub (a local stand-in): names, folders, and where the token goes."""
 
+import os
+import re
 import shutil
 import ssl
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from glm5lab.__main__ import main
 from glm5lab.errors import InputError
 from glm5lab.gguf import http
 from glm5lab.gguf.reader import open_gguf
+from glm5lab.gguf.url import HubPath
 
 TOKEN = "hf_secretsecretsecret"
 
@@ -60,6 +64,25 @@ def test_revisions(repository, sample_mix):
     asked = {path.split("/")[4] for path, _ in repository.requests if "/resolve/" in path}
     assert asked == {"v1", "v2"}
     assert [str(p) for p in model.shards][2].endswith("-00003-of-00003.gguf@v2")
+
+
+def test_addresses_are_those_of_huggingface_hub(repository, monkeypatch):
+    """Its own library builds the same addresses, and reads the same list from the stand-in."""
+    library = pytest.importorskip("huggingface_hub")
+    monkeypatch.delenv("HF_ENDPOINT")
+    for path, revision in (("a b/x#1.gguf", "main"), ("x.gguf", "refs/pr/3"), ("é?.gguf", "v1")):
+        expected = library.hf_hub_url("o/r", path, revision=revision)
+        assert HubPath("o/r", path, revision).file().url == expected
+    monkeypatch.setenv("HF_ENDPOINT", repository.url)
+    tree = library.HfApi(endpoint=repository.url).list_repo_tree("o/r", "Q4", recursive=True)
+    listed = [file.path for file in tree]
+    theirs = [path for path, _ in repository.requests]
+    assert sum(path.endswith(".gguf") for path in listed) == 3
+    repository.requests.clear()
+    open_gguf("hf://o/r/Q4")
+    ours = [path for path, _ in repository.requests if "/api/" in path]
+    strip = [re.sub(r"[?&]expand=\w+|&?recursive=\w+", "", path) for path in theirs + ours]
+    assert strip[: len(theirs)] == strip[len(theirs) :]
 
 
 def test_folders(repository, sample_mix):
@@ -154,6 +177,15 @@ def test_redirects_that_lead_nowhere(tmp_path, target, message):
         open_gguf(f"{server.url}/a.gguf")
 
 
+@pytest.mark.parametrize("status", [302, 404, 503])
+def test_long_bodies_of_other_answers_are_not_read(tmp_path, status):
+    answer = (status, {"Location": "/none.gguf"}, bytes(64 << 20))
+    with serving(tmp_path, answer=lambda path, _: answer if path == "/a.gguf" else None) as server:
+        with pytest.raises(InputError, match=r"404|503"):
+            open_gguf(f"{server.url}/a.gguf")
+        assert server.sent < 4 * (8 << 20)
+
+
 def test_an_address_that_runs_out_is_asked_for_again(tmp_path, monkeypatch):
     write(tmp_path / "a.gguf", header([text_key("general.name", "x" * 900_000)], []))
     tickets = iter(range(99))
@@ -229,6 +261,25 @@ def test_commands_that_need_the_weights_refuse_urls(command, url, capsys):
     assert (ended.value.code, out) == (2, "")
     assert err.startswith(f"glm5lab: {url}: is a URL; ")
     assert "download it first" in err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_on_terminals_only(repository, terminal):
+    theirs, ours = os.openpty() if terminal else os.pipe()
+    os.set_blocking(theirs, False)
+    if terminal:
+        termios.tcsetwinsize(ours, (40, 100))
+    command = [sys.executable, "-m", "glm5lab", "inspect", "hf://o/r/Q4"]
+    environment = {**os.environ, "TERM": "xterm"}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=ours, env=environment)
+    try:
+        shown = os.read(theirs, 1 << 16)
+    except BlockingIOError:
+        shown = b""
+    os.close(ours)
+    os.close(theirs)
+    assert (b"header 1 of 3" in shown) == terminal
+    assert terminal or shown == b""
 
 
 def test_importing_needs_no_network_library():
