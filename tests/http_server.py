@@ -1,5 +1,6 @@
 """A real HTTP server on this machine, with the faults that real ones have."""
 
+import io
 import json
 import re
 import threading
@@ -22,6 +23,7 @@ class Server:
         cut_after: bytes after which connections break, or None.
         cuts: how many do.
         dribble_s: pause between single bytes, 0 for none.
+        latency_s: pause before each answer.
         length: whether answers say how long they are.
         answer: status, headers and body for a path; None for the file itself.
         requests: path and headers of each request so far.
@@ -34,6 +36,7 @@ class Server:
     cut_after: int | None = None
     cuts: int = 1 << 30
     dribble_s: float = 0.0
+    latency_s: float = 0.0
     length: bool = True
     answer: Callable[[str, dict[str, str]], tuple[int, dict[str, str], bytes] | None] = (
         lambda path, headers: None
@@ -67,40 +70,46 @@ class Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             self.reply(404, {"Content-Length": "0"}, b"")
             return
-        data = path.read_bytes()
+        size = path.stat().st_size
         headers = {"ETag": s.etag(len(s.requests))} if s.etag else {}
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if found and s.ranges:
-            start, end = int(found[1]), min(int(found[2]) + 1, len(data))
-            if start >= len(data):
-                head = {"Content-Range": f"bytes */{len(data)}", "Content-Length": "0"}
+            start, end = int(found[1]), min(int(found[2]) + 1, size)
+            if start >= size:
+                head = {"Content-Range": f"bytes */{size}", "Content-Length": "0"}
                 self.reply(416, head, b"")
                 return
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
-            self.reply(206, headers | {"Content-Length": str(end - start)}, data[start:end])
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+            self.reply(206, headers | {"Content-Length": str(end - start)}, path, start, end)
             return
         if s.length:
-            headers["Content-Length"] = str(len(data))
+            headers["Content-Length"] = str(size)
         else:
             headers["Connection"] = "close"
             self.close_connection = True
-        self.reply(200, headers, data)
+        self.reply(200, headers, path, 0, size)
 
-    def reply(self, status, headers, body):
+    def reply(self, status, headers, body, start=0, end=None):
+        """Send bytes, or a part of a file."""
         s = self.settings
+        end = len(body) if end is None else end
+        time.sleep(s.latency_s)
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if s.cut_after is not None and s.cuts and len(body) > s.cut_after:
+        if s.cut_after is not None and s.cuts and end - start > s.cut_after:
             s.cuts -= 1
-            body, self.close_connection = body[: s.cut_after], True
+            end, self.close_connection = start + s.cut_after, True
         step = 1 if s.dribble_s else 1 << 14
         try:
-            for i in range(0, len(body), step):
-                self.wfile.write(body[i : i + step])
-                s.sent += len(body[i : i + step])
-                time.sleep(s.dribble_s)
+            with io.BytesIO(body) if isinstance(body, bytes) else body.open("rb") as source:
+                source.seek(start)
+                while start < end and (piece := source.read(min(step, end - start))):
+                    self.wfile.write(piece)
+                    start += len(piece)
+                    s.sent += len(piece)
+                    time.sleep(s.dribble_s)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 

@@ -16,6 +16,8 @@ from http_server import hub, serving
 from glm5lab.__main__ import main
 from glm5lab.errors import InputError
 from glm5lab.gguf import http
+from glm5lab.gguf.layout_files import write_layout
+from glm5lab.gguf.layouts import read_layouts
 from glm5lab.gguf.reader import open_gguf
 from glm5lab.gguf.url import HubPath
 
@@ -285,3 +287,14 @@ def test_progress_on_terminals_only(repository, terminal):
 def test_importing_needs_no_network_library():
     code = "import glm5lab.gguf.remote, sys; sys.exit('requests' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_whole_glm5(tmp_path, ranges):
+    """455 GB in 11 shards, of which the headers travel."""
+    first = write_layout(read_layouts()["glm-5-q4_k_m"], tmp_path)
+    with serving(tmp_path, ranges=ranges) as server:
+        model = open_gguf(f"{server.url}/{first.name}")
+    assert model.nbytes > 400e9
+    assert (len(model.shards), len(model.tensors)) == (11, 1809)
+    assert server.sent < 64 << 20
