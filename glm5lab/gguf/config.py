@@ -5,6 +5,7 @@ from typing import Any
 
 from glm5lab.architecture import FULL, Glm5Architecture
 from glm5lab.errors import InputError
+from glm5lab.gguf.chat import KEY, template_of, template_problem
 from glm5lab.gguf.index_share import describe, index_share
 from glm5lab.gguf.reader import GgufModel, require_glm5
 from glm5lab.gguf.tokenizer import special_ids
@@ -37,6 +38,9 @@ def config_notes(model: GgufModel) -> list[str]:
             f"nextn_predict_layers is {arch.num_nextn_predict_layers}, but the file holds no "
             f"block {arch.num_hidden_layers}: no multi-token prediction"
         )
+    template = template_of(model)
+    if template is not None and (problem := template_problem(template)):
+        notes.append(f"{KEY}: {problem}; `prepare` and `serve` refuse it")
     return notes
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from glm5lab import __version__
 from glm5lab.env import cache_root
 from glm5lab.errors import InputError
+from glm5lab.gguf.chat import require_safe_template
 from glm5lab.gguf.config import generation_config, hf_config
 from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
 from glm5lab.gguf.tokenizer import write_tokenizer
@@ -58,8 +59,8 @@ def prepare(source: str | Path | GgufModel, folder: str | Path | None = None) ->
         The folder; vLLM and transformers take it as a model (transformers without weights).
 
     Raises:
-        InputError: the file cannot be read, is not GLM-5, or is incomplete; or the folder cannot
-            be written.
+        InputError: the file cannot be read, is not GLM-5, or is incomplete; its chat template is
+            not safe; or the folder cannot be written.
     """
     model = source if isinstance(source, GgufModel) else open_gguf(local_path(source, "prepare"))
     require_glm5(model)
@@ -103,6 +104,7 @@ def _write(model: GgufModel, files: dict[str, Any], folder: str | Path) -> Path:
     require_complete(model, files["config.json"])
     if folder.exists() and not folder.is_dir():
         raise InputError(folder, "is a file", "name a folder to write to")
+    require_safe_template(model)
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(model, folder)
     for name, value in files.items():
