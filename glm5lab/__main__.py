@@ -130,7 +130,7 @@ def inspect(file: GgufName) -> None:
 
 @app.command()
 def plan(
-    file: GgufFile,
+    file: GgufName,
     gpus: Annotated[int, typer.Option(help="Number of GPUs.", min=1)],
     gpu_memory: Annotated[float, typer.Option(metavar="GiB", help="Memory of one GPU.")],
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", min=1)] = None,

@@ -27,6 +27,8 @@ class Server:
         length: whether answers say how long they are.
         answer: status, headers and body for a path; None for the file itself.
         requests: path and headers of each request so far.
+        connections: how many there were.
+        open: how many there are.
         sent: bytes of bodies so far.
     """
 
@@ -43,6 +45,7 @@ class Server:
     )
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     connections: int = 0
+    open: int = 0
     sent: int = 0
     url: str = ""
 
@@ -54,6 +57,11 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self):
         super().setup()
         self.settings.connections += 1
+        self.settings.open += 1
+
+    def finish(self):
+        super().finish()
+        self.settings.open -= 1
 
     def log_message(self, *_):
         pass

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from gguf_bytes import header, tensor, text_key, write
 from http_server import serving
+from processes import wait_for
 
 from glm5lab.errors import InputError
 from glm5lab.gguf import http
 from glm5lab.gguf.reader import open_gguf
-from glm5lab.gguf.url import HubPath, RemoteFile, is_url, local_path, parse_url
 
 
 @pytest.fixture(autouse=True)
@@ -20,18 +20,6 @@ def _plain_environment(monkeypatch):
         if name.startswith(("HF_", "GLM5LAB_HEADER")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.0)
-
-
-def web_file(url: str | Path) -> RemoteFile:
-    place = parse_url(url)
-    assert isinstance(place, RemoteFile)
-    return place
-
-
-def hub_path(url: str) -> HubPath:
-    place = parse_url(url)
-    assert isinstance(place, HubPath)
-    return place
 
 
 def big_file(folder: Path, data_bytes: int = 32 << 20) -> Path:
@@ -115,50 +103,6 @@ def test_header_limit(tmp_path, monkeypatch):
         monkeypatch.setenv("GLM5LAB_HEADER_LIMIT", "much")
         with pytest.raises(InputError, match="'much' is no number of MiB"):
             open_gguf(f"{server.url}/{path.name}")
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("http://127.0.0.1:1/a.gguf", r"127.0.0.1:1/a.gguf: the connection is refused; check"),
-        ("http://no-such-host.invalid/a.gguf", "no such host"),
-        ("ftp://example.org/a.gguf", "ftp:// is not supported; use https:// or hf://"),
-        ("file:///tmp/a.gguf", "name the path itself"),
-        ("https:///a.gguf", "no host"),
-        ("https://host:99999/a.gguf", "not a URL"),
-        ("https://[1/a.gguf", "not a URL"),
-        ("https://ho st/a.gguf", "not a URL"),
-        ("hf://owner", r"not a file on the Hub; write hf://OWNER"),
-        ("hf://owner/../../x.gguf", "not a file on the Hub"),
-        ("hf://ow%ner/repo/x.gguf", "no repository name"),
-    ],
-)
-def test_unusable_urls(url, message):
-    with pytest.raises(InputError, match=message):
-        open_gguf(url)
-
-
-def test_names_of_urls():
-    assert is_url("https://host/a.gguf")
-    assert is_url(Path("https://host/a.gguf"))
-    assert is_url("hf://owner/repo")
-    assert not is_url("folder/https/a.gguf")
-    assert not is_url("/a:b/c.gguf")
-    secret = web_file("https://me:pass@host:8443/x/a b.gguf?key=secret#frag")
-    assert secret.name == "https://host:8443/x/a b.gguf"
-    assert secret.url == "https://host:8443/x/a%20b.gguf?key=secret"
-    assert secret.authorization == "Basic bWU6cGFzcw=="
-    assert "pass" not in repr(secret)
-    assert web_file(Path("https://host/a.gguf")).url == "https://host/a.gguf"
-    assert secret.sister("b.gguf").url == "https://host:8443/x/b.gguf?key=secret"
-    for text in ("hf://o/r@v1/Q4/x.gguf", "hf://o/r/Q4/x.gguf@v1"):
-        place = hub_path(text)
-        assert (place.repo, place.path, place.revision) == ("o/r", "Q4/x.gguf", "v1")
-        assert place.file().url == "https://huggingface.co/o/r/resolve/v1/Q4/x.gguf"
-        assert place.file().sister("y.gguf").name == "hf://o/r/Q4/y.gguf@v1"
-    assert hub_path("hf://o/r/x@v1.gguf").path == "x@v1.gguf"
-    with pytest.raises(InputError, match=r"hf://o/r/x.gguf: is a URL; serve needs.*download it"):
-        local_path("hf://o/r/x.gguf", "serve")
 
 
 def test_no_answer(monkeypatch):
@@ -248,12 +192,52 @@ def test_odd_servers(tmp_path):
         pytest.raises(InputError, match="sends bytes from 7 on, asked was for 0"),
     ):
         open_gguf(f"{server.url}/a.gguf")
+    nothing = (206, {"Content-Range": "bytes 0--5/1000"}, b"")
+    backwards = (206, {"Content-Range": "bytes 0-0/1000"}, b"")
+    for answer, message in ((nothing, "how long the file is"), (backwards, "too early")):
+        with (
+            serving(tmp_path, answer=lambda *_, answer=answer: answer) as server,
+            pytest.raises(InputError, match=message),
+        ):
+            open_gguf(f"{server.url}/a.gguf")
     zipped = (200, {"Content-Encoding": "gzip"}, b"abc")
     with (
         serving(tmp_path, answer=lambda *_: zipped) as server,
         pytest.raises(InputError, match="compressed"),
     ):
         open_gguf(f"{server.url}/a.gguf")
+
+
+def test_short_answers(tmp_path):
+    """A server may send less than asked for, but not crumbs."""
+    path = write(tmp_path / "a.gguf", header([text_key("general.name", "x" * 400_000)], []))
+    data = path.read_bytes()
+
+    def answer(path, headers):
+        start = int(headers["Range"][6:].split("-")[0])
+        part = data[start : start + most]
+        return 206, {"Content-Range": f"bytes {start}-{start + len(part) - 1}/{len(data)}"}, part
+
+    for most in (100_000, 1):
+        with serving(tmp_path, answer=answer) as server:
+            if most > 1:
+                assert len(open_gguf(f"{server.url}/a.gguf").metadata["general.name"]) == 400_000
+                continue
+            with pytest.raises(InputError, match=r"less than it was asked for \(4 attempts\)"):
+                open_gguf(f"{server.url}/a.gguf")
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_no_connection_stays_open(tmp_path, ranges):
+    path = big_file(tmp_path)
+    with serving(tmp_path, ranges=ranges) as server:
+        model = open_gguf(f"{server.url}/{path.name}")
+        assert wait_for(lambda: server.open == 0, 10)
+        with pytest.raises(InputError) as caught:
+            open_gguf(f"{server.url}/none.gguf")
+        assert wait_for(lambda: server.open == 0, 10)
+    assert (len(model.tensors), server.connections) == (1, 2)
+    del caught
 
 
 def test_a_file_that_changes_meanwhile(tmp_path):

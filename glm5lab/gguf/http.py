@@ -244,10 +244,20 @@ def patiently(file: RemoteFile, action: Callable[[], T]) -> T:
 
 def _session() -> "requests.Session":
     import requests
+    from requests.adapters import HTTPAdapter
 
     class Session(requests.Session):
         def get_redirect_target(self, resp: requests.Response) -> None:
             """None; else requests reads the body to its end, even where it does not follow."""
+
+        def close(self) -> None:
+            """At once; urllib3 leaves it to the garbage collector, which an error keeps away."""
+            for adapter in self.adapters.values():
+                assert isinstance(adapter, HTTPAdapter)
+                for manager in (adapter.poolmanager, *adapter.proxy_manager.values()):
+                    for key in list(manager.pools.keys()):
+                        manager.pools[key].close()
+            super().close()
 
     return Session()
 

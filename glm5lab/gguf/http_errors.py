@@ -78,7 +78,7 @@ def fix_for_status(file: RemoteFile, status: int, authorized: bool) -> str:
             return (
                 "accept the model's terms on its page, or set HF_TOKEN to a token that may read it"
             )
-        return "if it is private or gated, accept its terms on its page and set HF_TOKEN"
+        return "check the name; if it is gated or private, accept its terms and set HF_TOKEN"
     return TRY_AGAIN
 
 

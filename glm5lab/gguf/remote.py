@@ -21,9 +21,11 @@ from glm5lab.gguf.http import Answer, Client, PassingError, joined, patiently
 from glm5lab.gguf.http_errors import TRY_AGAIN
 from glm5lab.gguf.shards import one_model, sister_names
 from glm5lab.gguf.source import header_limit
-from glm5lab.gguf.url import HubPath, RemoteFile, parse_url, web_page_fix
+from glm5lab.gguf.url import HubPath, RemoteFile, is_plain, parse_url, web_page_fix
 
 REMOTE_LIMIT_MIB = 48
+# An attempt that brings fewer bytes than this before it breaks is a failed one.
+PROGRESS = 1 << 14
 MAX_LISTING_BYTES, MAX_LISTING_PAGES = 1 << 24, 50
 MISSING = "answers 404"
 
@@ -92,9 +94,8 @@ class HttpSource:
                 self._answer = self._ask(end)
             while len(self._bytes) < min(end, self.size):
                 piece = self._answer.read(min(end, self.size) - len(self._bytes))
-                if not piece:  # a range ends where it was asked to, or earlier
-                    self._drop()
-                    self._answer = self._ask(end)
+                if not piece:
+                    raise PassingError("the server sends less than it was asked for")
                 self._bytes += piece
                 self._arrived(len(piece))
             if self._answer.left == 0:
@@ -102,7 +103,7 @@ class HttpSource:
         except PassingError:
             self._drop()
             self._url = ""
-            if len(self._bytes) - before < FIRST_READ:
+            if len(self._bytes) - before < PROGRESS:
                 raise
         except BaseException:
             self._drop()
@@ -142,7 +143,7 @@ class HttpSource:
             raise InputError(
                 self.name, "the server does not say how long the file is", "download it first"
             )
-        if answer.status == 206 and (answer.start != start or not answer.left):
+        if answer.status == 206 and (answer.start != start or (answer.left or 0) <= 0):
             cause = f"the server sends bytes from {answer.start} on, asked was for {start}"
             raise InputError(self.name, cause, "download the file first")
         # Mirrors name the same file's versions differently: compare those of one address only.
@@ -251,7 +252,7 @@ def _listing(place: HubPath, client: Client) -> list[str]:
             raise InputError(str(place), cause, "name a .gguf file") from error
         if not page:
             break
-    return [p for p in paths if isinstance(p, str)]
+    return [p for p in paths if isinstance(p, str) and is_plain(p)]
 
 
 def _body(listing: RemoteFile, client: Client, page: str) -> tuple[bytes, str]:

@@ -124,7 +124,8 @@ def origin(url: str) -> tuple[str, str, int]:
 
 
 def shown(url: str) -> str:
-    """A URL without user, password, query and fragment."""
+    """A URL without user, password, query, fragment, and what a terminal would obey."""
+    url = "".join(c if c.isprintable() else "?" for c in url)
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -139,6 +140,11 @@ def endpoint() -> str:
     if not re.match(r"https?://[^/]", value):
         raise InputError("HF_ENDPOINT", f"{value!r} is no URL", "unset it, or use https://HOST")
     return value
+
+
+def is_plain(path: str) -> bool:
+    """Whether a path within a repository stays there, and can be shown on a terminal."""
+    return path.isprintable() and not {"", ".", ".."} & set(path.split("/"))
 
 
 def web_page_fix(name: str, url: str) -> str:
@@ -187,8 +193,8 @@ def _hub_path(text: str) -> HubPath:
     """The revision stands at the end, or as the Hub has it: hf://owner/repo@revision/path."""
     rest = text.partition("://")[2].strip("/")
     parts = rest.split("/")
-    if len(parts) < 2 or any(p in ("", ".", "..") or not p.isprintable() for p in parts):
-        raise InputError(text, "not a file on the Hub", f"write {HUB_FORM}")
+    if len(parts) < 2 or not is_plain(rest):
+        raise InputError(shown(text), "not a file on the Hub", f"write {HUB_FORM}")
     owner, repo, path = parts[0], parts[1], "/".join(parts[2:])
     repo, _, revision = repo.partition("@")
     if not revision and "@" in path:
@@ -196,7 +202,7 @@ def _hub_path(text: str) -> HubPath:
         if not after.lower().endswith(".gguf"):  # an @ within the file's name
             path, revision = before, after
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", f"{owner}/{repo}", re.ASCII):
-        raise InputError(text, f"{owner}/{repo} is no repository name", f"write {HUB_FORM}")
+        raise InputError(shown(text), f"{owner}/{repo} is no repository name", f"write {HUB_FORM}")
     return HubPath(f"{owner}/{repo}", path, revision or "main")
 
 
