@@ -5,16 +5,21 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from glm5lab.errors import InputError
 from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.layout_files import write_layout
+from glm5lab.gguf.layouts import read_layouts
 from glm5lab.gguf.placement import DROPPED, placements, stage_layers
 from glm5lab.gguf.reader import open_gguf
 from glm5lab.gguf.sample import write_sample
 from glm5lab.loading.names import map_name
 
+RANK = Path(__file__).parent / "vllm_rank.py"
 # Bytes of every parameter of one rank, right behind the loader: afterwards vLLM's CPU kernels
 # repack matrices into forms of their own.
 ENGINE = """
@@ -33,9 +38,10 @@ LLM(model=sys.argv[1], dtype=sys.argv[2], enforce_eager=True, max_model_len=64, 
 """
 
 
-def engine_sizes(file, dtype):
+def sizes_from(*command):
+    """Parameter bytes that a child prints."""
     child = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(file), dtype],
+        [sys.executable, *map(str, command)],
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -44,6 +50,18 @@ def engine_sizes(file, dtype):
     lines = [line for line in child.stdout.splitlines() if line.startswith("SIZES ")]
     assert lines, (child.stdout + child.stderr)[-4000:]
     return json.loads(lines[0].removeprefix("SIZES "))
+
+
+def loaded_by_parameter(config, table):
+    """Placement's bytes, summed over the tensors that fill the same vLLM parameter."""
+    sums: Counter[str] = Counter()
+    for name, placement in table.items():
+        mapping = map_name(name, config)
+        assert mapping is not None
+        assert bool(mapping.dropped) == (placement.split == "dropped"), name
+        if mapping.vllm:
+            sums[mapping.vllm] += placement.loaded
+    return dict(sums)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +73,36 @@ def test_the_sums_equal_what_the_engine_allocates(sample, dtype, request):
     file = request.getfixturevalue(sample)
     model = open_gguf(file)
     config = {**hf_config(model), "dtype": dtype}
-    expected: Counter[str] = Counter()
-    for name, placement in placements(model, config, gpu=False).items():
-        mapping = map_name(name, config)
-        assert mapping is not None
-        assert bool(mapping.dropped) == (placement == DROPPED), name
-        if mapping.vllm:
-            expected[mapping.vllm] += placement.loaded
-    assert dict(expected) == engine_sizes(file, dtype)
+    table = placements(model, config, gpu=False)
+    assert loaded_by_parameter(config, table) == sizes_from("-c", ENGINE, file, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "tp", "pp", "expert_parallel", "ranks"),
+    [
+        ("glm-5-q4_k_m", 8, 1, False, [7]),
+        ("glm-5-q4_k_m", 8, 1, True, [3]),
+        ("glm-5-q4_k_m", 2, 4, False, [0, 7]),
+        ("glm-5.2-ud-iq2_xxs", 4, 2, False, [7]),
+    ],
+)
+def test_ranks_of_the_real_model_are_as_vllm_builds_them(
+    layout, tp, pp, expert_parallel, ranks, tmp_path
+):
+    """Files of public models' shape, without weights; vLLM's parameters of single ranks."""
+    file = write_layout(read_layouts()[layout], tmp_path)
+    model = open_gguf(file)
+    config = hf_config(model)
+    options = {"gpu": False, "expert_parallel": expert_parallel}
+    table = placements(model, config, tp, pp, **options)
+    for rank in ranks:
+        held = {
+            name: p if p.stage == rank // tp else replace(p, loaded=0) for name, p in table.items()
+        }
+        expected = {k: v for k, v in loaded_by_parameter(config, held).items() if v}
+        built = sizes_from(RANK, file, tp, pp, rank, int(expert_parallel))
+        assert expected == built, rank
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 2), (1, 5)])
@@ -100,8 +140,6 @@ def test_quantized_weights_stay_so_on_a_gpu_but_for_what_vllm_needs_plain(sample
 def test_a_fused_parameter_with_a_plain_part_is_plain(sample_mix):
     model = open_gguf(sample_mix)
     name = "blk.0.attn_q_a.weight"
-    from dataclasses import replace
-
     model.tensors[name] = replace(model.tensors[name], type="BF16", nbytes=256 * 512)
     table = placements(model, hf_config(model))
     assert not table[name].kept

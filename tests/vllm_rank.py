@@ -1,0 +1,67 @@
+"""One rank of a real GLM-5 as vLLM builds it, without memory and without other ranks.
+
+    python vllm_rank.py FILE TP PP RANK EXPERT_PARALLEL
+
+Parameters are meta tensors and the process group is torch's fake one, so that any rank of any
+split can be asked on a small machine. Prints each parameter's bytes as one line of JSON.
+"""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+
+BASE = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+
+
+def fake_groups() -> None:
+    """Let vLLM make its groups without asking the ranks that are not there."""
+    new_group, init_group = dist.new_group, parallel_state.init_model_parallel_group
+    dist.new_group = lambda ranks=None, *args, **kwargs: new_group(ranks, backend="fake")
+    parallel_state.init_model_parallel_group = lambda *args, **kwargs: init_group(
+        *args, **{**kwargs, "use_message_queue_broadcaster": False}
+    )
+    parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * group.size()
+    # It looks into a tensor, for the log.
+    ExpertMapManager.get_compressed_map_string = lambda self: ""
+    type(current_platform).get_device_communicator_cls = classmethod(lambda cls: BASE)
+
+
+def parameter_bytes(file: str, tp: int, pp: int, rank: int, expert_parallel: bool) -> dict:
+    """Bytes of each parameter of one rank, by name."""
+    load_general_plugins()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp)
+    fake_groups()
+    config = EngineArgs(
+        model=file,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        enable_expert_parallel=expert_parallel,
+        distributed_executor_backend="mp",
+        enforce_eager=True,
+        max_model_len=64,
+    ).create_engine_config()
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(tp * pp, rank, "tcp://127.0.0.1:1", 0, "fake")
+        parallel_state.initialize_model_parallel(tp, pp, backend="fake")
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+            model = initialize_model(vllm_config=config)
+    return {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    path, *numbers = sys.argv[1:]
+    tp, pp, rank, expert_parallel = map(int, numbers)
+    sizes = parameter_bytes(path, tp, pp, rank, bool(expert_parallel))
+    print("SIZES", json.dumps(sizes), flush=True)
