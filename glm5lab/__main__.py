@@ -121,11 +121,15 @@ def sample(
 
 
 @app.command()
-def inspect(file: GgufName) -> None:
+def inspect(
+    file: GgufName,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
     """Layer 1: every tensor, type and byte of the file."""
+    from glm5lab.views.inspection import inspect_json
     from glm5lab.views.tables import inspect_text
 
-    typer.echo(inspect_text(file))
+    typer.echo(json.dumps(inspect_json(file), indent=2) if as_json else inspect_text(file))
 
 
 @app.command()

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from glm5lab.__main__ import app
 from glm5lab.errors import InputError
 from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.layout_files import write_layout
+from glm5lab.gguf.layouts import read_layouts
 from glm5lab.gguf.memory import GIB, index_row_bytes, kv_row_bytes, workspace
 from glm5lab.gguf.parallel import Card, balanced_partition, evaluate
 from glm5lab.gguf.placement import placements
@@ -198,8 +200,63 @@ def test_the_text_fits_a_screen_and_a_header_is_enough(sample_mix, tmp_path):
     assert len(text.splitlines()) < 40
     # The last shard's weights cut off right behind the header: what a partial download leaves.
     source = write_sample(tmp_path, "share", "mix")
-    whole = plan_json(source, 1, 8.0)
+    whole, _ = plan_json(source, 1, 8.0)
     first = min(tensor.offset for tensor in open_gguf(source).tensors.values())
     with source.open("r+b") as file:
         file.truncate(first)
-    assert plan_json(source, 1, 8.0) == whole
+    cut, _ = plan_json(source, 1, 8.0)
+    assert "truncated" in cut["notes"][0]
+    assert cut["notes"][1:] == whole["notes"]
+    assert {**cut, "notes": []} == {**whole, "notes": []}
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """Files of the shape of public GLM-5 files, without weights, by the layout's name."""
+    folder = tmp_path_factory.mktemp("layouts")
+    return {name: write_layout(layout, folder) for name, layout in read_layouts().items()}
+
+
+def test_glm5_q4_k_m_fits_eight_cards_of_96_gib(layouts):
+    """456 GB of weights on 8 x 96: 57 GB a card, and about 30 GiB for the cache."""
+    result, fits = plan_json(layouts["glm-5-q4_k_m"], 8, 96.0)
+    best = result["splits"][0]
+    assert fits
+    assert (best["tp"], best["pp"], best["problems"]) == (8, 1, [])
+    assert result["row_bytes"] == {"bf16": 1152, "fp8_ds_mla": 656}
+    assert best["stages"][0]["token_bytes"] == {"bf16": 78 * 1284, "fp8_ds_mla": 78 * 788}
+    weights = best["stages"][0]["packed_bytes"] + best["stages"][0]["dequantized_bytes"]
+    # Whole on every rank: latents, indexer and norms; so more than an eighth of the file.
+    assert 53 * GIB < weights < 54 * GIB
+    room = int(96 * 0.92 * GIB) - weights - best["stages"][0]["workspace_bytes"]
+    for kind, row in best["stages"][0]["token_bytes"].items():
+        assert best["cache"][kind]["tokens"] == room // (64 * row) * 64
+    assert 280_000 < best["cache"]["bf16"]["tokens"] < 340_000
+    assert 460_000 < best["cache"]["fp8_ds_mla"]["tokens"] < 550_000
+
+
+def test_glm5_q8_0_does_not_fit_and_says_what_is_missing(layouts):
+    text, fits = plan_text(layouts["glm-5-q8_0"], 8, 96.0)
+    assert not fits
+    result, _ = plan_json(layouts["glm-5-q8_0"], 8, 96.0, tp=8, pp=1)
+    stage = result["splits"][0]["stages"][0]
+    needed = stage["packed_bytes"] + stage["dequantized_bytes"] + stage["workspace_bytes"]
+    needed += 2048 * 78 * 1284
+    assert result["missing_gib"] == pytest.approx((needed - 0.92 * 96 * GIB) / GIB, abs=1e-3)
+    assert "GiB are missing on each GPU" in text
+    assert plan_json(layouts["glm-5-q8_0"], 8, 141.0)[1]
+
+
+def test_glm52_stages_begin_at_full_layers(layouts):
+    result, fits = plan_json(layouts["glm-5.2-ud-iq2_xxs"], 8, 96.0, pp=4)
+    assert fits
+    split = result["splits"][0]
+    starts = [stage["layers"][0] for stage in split["stages"]]
+    assert all(start < 3 or start % 4 == 2 for start in starts)
+    assert split["environment"]["VLLM_PP_LAYER_PARTITION"].count(",") == 3
+    assert split["stages"][0]["token_bytes"]["bf16"] % 4 == 0
+
+
+def test_types_without_a_kernel_are_noted(layouts):
+    text, _ = plan_text(layouts["glm-5.2-iq2_kt-sokann"], 8, 96.0)
+    assert "note: no kernel takes unknown(153)" in text

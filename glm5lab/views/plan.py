@@ -3,19 +3,41 @@
 from pathlib import Path
 from typing import Any
 
+from glm5lab.gguf.kernels import kernel
 from glm5lab.gguf.memory import GIB, KV_DTYPES, index_row_bytes, kv_row_bytes
 from glm5lab.gguf.parallel import Split
+from glm5lab.gguf.placement import placements
 from glm5lab.gguf.plan import Plan, make_plan
 from glm5lab.gguf.reader import GgufModel, open_gguf
+from glm5lab.loading.reconcile import missing_tensors
+from glm5lab.views.inspection import notes
 from glm5lab.views.names import columns
 
 SHOWN_SPLITS = 8
 
 
-def plan_for(source: str | Path | GgufModel, gpus: int, gpu_memory: float, **options: Any) -> Plan:
-    """`plan.make_plan` of a file, open or by its path."""
-    model = source if isinstance(source, GgufModel) else open_gguf(source, allow_truncated=True)
-    return make_plan(model, gpus, gpu_memory, **options)
+def opened(source: str | Path | GgufModel) -> GgufModel:
+    """An open model as it is; one by its path or address without asking for its weights."""
+    return source if isinstance(source, GgufModel) else open_gguf(source, allow_truncated=True)
+
+
+def plan_notes(model: GgufModel, plan: Plan) -> list[str]:
+    """What the sums do not say: oddities of the file, types without a kernel, missing tensors."""
+    found = notes(model)
+    placed = placements(model, plan.config)
+    without: dict[str, list[str]] = {}
+    for tensor in model.tensors.values():
+        loaded = placed[tensor.name].split != "dropped"
+        if loaded and not kernel(tensor.type, tensor.role, gpu=True):
+            without.setdefault(tensor.type, []).append(tensor.name)
+    found += [
+        f"no kernel takes {kind} ({len(names)} tensors, such as {names[0]}): vLLM cannot run it"
+        for kind, names in without.items()
+    ]
+    missing = missing_tensors(model, plan.config)
+    if missing:
+        found.append(f"{missing[0]} ({len(missing)} such lines by `glm5lab map`): counted without")
+    return found
 
 
 def plan_text(
@@ -32,9 +54,11 @@ def plan_text(
     Raises:
         InputError: the file cannot be read or is not GLM-5, or an argument is out of range.
     """
-    plan = plan_for(source, gpus, gpu_memory, **options)
+    model = opened(source)
+    plan = make_plan(model, gpus, gpu_memory, **options)
     lines = [headline(plan), *verdict(plan), "", *stage_lines(plan), "", *cache_lines(plan)]
-    return "\n".join([*lines, "", *split_lines(plan)]), plan.fits
+    lines += ["", *split_lines(plan), *(f"note: {note}" for note in plan_notes(model, plan))]
+    return "\n".join(lines), plan.fits
 
 
 def headline(plan: Plan) -> str:
@@ -140,7 +164,8 @@ def plan_json(
 
     Args and errors as `plan_text`.
     """
-    plan = plan_for(source, gpus, gpu_memory, **options)
+    model = opened(source)
+    plan = make_plan(model, gpus, gpu_memory, **options)
     config, best = plan.config, plan.best
     return {
         "file": plan.model,
@@ -152,6 +177,7 @@ def plan_json(
         "fits": plan.fits,
         "missing_gib": round(plan.missing_gib, 3),
         "reasons": list(best.problems),
+        "notes": plan_notes(model, plan),
         "row_bytes": {kind: kv_row_bytes(config, kind) for kind in KV_DTYPES},
         "index_row_bytes": index_row_bytes(config),
         "splits": [split_json(split, config) for split in plan.splits],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm5lab.gguf.reader import GgufModel, Tensor, open_gguf
+from glm5lab.views.inspection import notes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +66,7 @@ def inspect_text(source: str | Path | GgufModel, width: int | None = None) -> st
     """
     from rich.console import Console
 
-    model = source if isinstance(source, GgufModel) else open_gguf(source)
+    model = source if isinstance(source, GgufModel) else open_gguf(source, allow_truncated=True)
     columns = width or shutil.get_terminal_size((100, 40)).columns
     console = Console(file=io.StringIO(), width=columns, color_system=None, force_jupyter=False)
     with console.capture() as capture:
@@ -90,6 +91,8 @@ def _print(model: GgufModel, console: "Console") -> None:
     console.print(summary_table(model))
     console.print()
     console.print(role_table(model))
+    for note in notes(model):
+        console.print(f"note: {note}", highlight=False, markup=False)
 
 
 def summary_table(model: GgufModel) -> "Table":
