@@ -155,6 +155,17 @@ def test_public_files(name: str, tmp_path: Path) -> None:
     assert (found.sources, len(found.notes)) == expected
 
 
+@pytest.mark.parametrize("block", ["²", "9" * 5000, "-1", " 1", "1_0", ""])
+def test_block_numbers_are_numbers(full: GgufModel, block: str) -> None:
+    """A name like a block's, but without a number, is a tensor outside the blocks."""
+    odd = dataclasses.replace(
+        full.tensors["blk.1.indexer.attn_k.weight"], name=f"blk.{block}.indexer.attn_k.weight"
+    )
+    assert (odd.layer, odd.role) == (None, odd.name)
+    model = dataclasses.replace(full, tensors=full.tensors | {odd.name: odd})
+    assert share(model) == share(full)
+
+
 def test_fold() -> None:
     assert fold([]) == ""
     assert fold([4, 0, 1, 2, 6, 7]) == "0-2, 4, 6, 7"

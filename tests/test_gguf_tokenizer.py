@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from llama_tokenize import llama_cpp_ids
+from tokenizer_texts import CORPUS, SPACES, first_difference, random_texts, trained_vocabulary
 
+from glm5lab.architecture import Glm5Architecture
 from glm5lab.errors import InputError
 from glm5lab.gguf import sample
 from glm5lab.gguf.byte_level import byte_characters, encode_bytes
@@ -77,6 +79,32 @@ def test_whole_words_win_over_merges(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ours = [load(open_gguf(path), tmp_path)(text)["input_ids"] for text in texts]
     assert ours == llama_cpp_ids(path, texts)
     assert ours[0][0] == 509
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample whose tokenizer has about a thousand merges in many scripts."""
+    tiny = Glm5Architecture.tiny()
+    with pytest.MonkeyPatch.context() as patch:
+        larger = dataclasses.replace(tiny, vocab_size=4096)
+        patch.setattr(Glm5Architecture, "tiny", lambda kind: larger)
+        patch.setattr(sample, "sample_vocabulary", trained_vocabulary)
+        return sample.write_sample(tmp_path_factory.mktemp("deep"))
+
+
+def test_many_scripts_equal_llama_cpp(deep: Path, tmp_path: Path) -> None:
+    """Paragraphs in twelve scripts, code, emoji, whitespace runs, and random mixtures of them."""
+    model = open_gguf(deep)
+    assert len(model.metadata["tokenizer.ggml.merges"]) > 1000
+    tokenizer = load(model, tmp_path)
+    runs = [f"a{space * n}b{space * n}" for space in SPACES for n in (1, 2, 3, 7)]
+    texts = [*TEXTS, *CORPUS, *runs, "\n".join(CORPUS), *random_texts(3000, seed=0)]
+    ours = [tokenizer(text)["input_ids"] for text in texts]
+    assert first_difference(texts, ours, llama_cpp_ids(deep, texts)) == ""
+    assert sum(len(ids) for ids in ours) > 30000
+    assert max(max(ids, default=0) for ids in ours) > 1000
+    for text, ids in zip(texts, ours, strict=True):
+        assert tokenizer.decode(ids) == text
 
 
 def test_special_tokens(model: GgufModel, tokenizer: Any) -> None:

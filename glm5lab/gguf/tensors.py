@@ -1,5 +1,6 @@
 """Where each tensor of a shard lies, checked against the file's size and its neighbours."""
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -7,6 +8,8 @@ from pathlib import PurePath
 
 from glm5lab.errors import InputError
 from glm5lab.gguf.header import DOWNLOAD_AGAIN, Header, TensorInfo
+
+BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,9 @@ class Tensor:
     @property
     def layer(self) -> int | None:
         """Block number, or None for tensors outside the blocks."""
-        parts = self.name.split(".")
-        return (
-            int(parts[1]) if parts[0] == "blk" and len(parts) > 2 and parts[1].isdigit() else None
-        )
+        # Names are untrusted: "blk.²." has a digit that is no number, others have thousands.
+        match = BLOCK.match(self.name)
+        return int(match[1]) if match else None
 
     @property
     def role(self) -> str:

@@ -13,7 +13,9 @@ from glm5lab.errors import InputError
 from glm5lab.gguf.reader import GgufModel
 
 MODEL, PRE = "gpt2", "glm4"
-# How text is cut into words before merging; llama.cpp's and HF's pattern for GLM-4 and GLM-5.
+# How text is cut into words before merging; llama.cpp's and HF's pattern for GLM-4 and GLM-5. What
+# is a letter depends on each one's Unicode tables: scripts added in Unicode 15.1 and later (from
+# U+105C0 on) may be cut differently.
 GLM4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
