@@ -260,6 +260,35 @@ def demo(
     run_demo(file)
 
 
+@app.command()
+def fuzz(
+    cases: Annotated[int, typer.Option(help="Number of damaged files.", min=1)] = 20_000,
+    seed: Annotated[int, typer.Option(help="Another seed, other files.")] = 0,
+    seconds: Annotated[float | None, typer.Option(help="Stop after so long.", min=0)] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes. Default: one a core.", min=1, max=8)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
+    ] = None,
+    case: Annotated[
+        int | None, typer.Option(metavar="N", help="Write the files of one case to ./case-N.")
+    ] = None,
+) -> None:
+    """Layers 1 and 2: damaged headers end in a result or in an error that says why."""
+    from glm5lab.fuzz.command import keep_case, run_command
+
+    if case is not None:
+        typer.echo(keep_case(seed, case))
+        return
+    text, report = run_command(cases, seed, seconds, jobs)
+    typer.echo(text)
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if not report["ok"]:
+        raise CheckError("some cases failed; `glm5lab fuzz --case N` writes one's files")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
 

@@ -2,6 +2,9 @@
 
 from pathlib import PurePath
 
+# Causes quote what a file says, and a damaged file may say it at any length.
+LONGEST = 4000
+
 
 class Glm5labError(Exception):
     """Base of every error that a user can act upon.
@@ -29,6 +32,8 @@ class InputError(Glm5labError, ValueError):
     exit_code = 2
 
     def __init__(self, file: str | PurePath, cause: str, fix: str) -> None:
+        if len(cause) > LONGEST:
+            cause = f"{cause[:LONGEST]} ... ({len(cause)} characters)"
         super().__init__(f"{file}: {cause}; {fix}")
         self.file, self.cause, self.fix = str(file), cause, fix
 

@@ -15,7 +15,9 @@ from glm5lab.gguf.source import Source
 
 # Far above any tokenizer or template in use; a damaged length does not eat the machine's memory.
 MAX_STRING_BYTES = 1 << 24
-MAX_ARRAY_ITEMS = 1 << 22
+# The specification's limit for keys; tensor names end at 64 bytes in llama.cpp.
+MAX_NAME_BYTES = (1 << 16) - 1
+MAX_ARRAY_ITEMS = 1 << 21
 MAX_ARRAY_DEPTH = 4
 # The first read; each further one doubles what is there, so a remote header takes few requests.
 FIRST_READ = 1 << 18
@@ -105,10 +107,14 @@ class Cursor:
             )
         return n
 
-    def string(self) -> str:
+    def name(self) -> str:
+        """The next string, which is to be a key or a tensor's name."""
+        return self.string(MAX_NAME_BYTES)
+
+    def string(self, longest: int = MAX_STRING_BYTES) -> str:
         """The next string: u64 length, then UTF-8."""
         n = self.u64()
-        if MAX_STRING_BYTES < n <= self.size - self.pos:
+        if longest < n <= self.size - self.pos:
             raise self.fail(f"{self.where} holds a string of {n} bytes (damaged)")
         start = self.need(n)
         return _text(self.buffer[start : start + n])

@@ -67,7 +67,7 @@ def parse_header(source: Source) -> Header:
     types: dict[str, tuple[int, ...]] = {}
     for i in range(n_keys):
         cursor.where = f"the name of key {i}"
-        key = cursor.string()
+        key = cursor.name()
         cursor.where = f"key {key!r}"
         if key in metadata:
             raise cursor.fail(f"key {key!r} occurs twice", "get a copy from another publisher")
@@ -86,7 +86,7 @@ def parse_header(source: Source) -> Header:
 
 def _tensor_info(cursor: Cursor, index: int) -> TensorInfo:
     cursor.where = f"the description of tensor {index}"
-    name = cursor.string()
+    name = cursor.name()
     if not name:
         raise cursor.fail(f"tensor {index} has no name (damaged)")
     cursor.where = f"the description of tensor {name!r}"

@@ -46,23 +46,31 @@ def write_large_sample(folder: Path, shards: int = 12) -> Path:
     Raises:
         InputError: the folder cannot be written, or holds files only of limited size.
     """
+    arch = Glm5Architecture.glm5()
+    return write_sparse(folder, arch, large_vocabulary(arch.vocab_size), NAME, shards)
+
+
+def write_sparse(
+    folder: Path, arch: Glm5Architecture, vocabulary: SampleVocabulary, base: str, shards: int
+) -> Path:
+    """Write a set with llama-quantize's Q4_K_M types and no weights; see `write_large_sample`."""
     from gguf import GGUFValueType, GGUFWriter
 
-    arch = Glm5Architecture.glm5()
     tensors = list(gguf_shapes(arch))
     bounds = [len(tensors) * i // shards for i in range(shards + 1)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for index, (a, b) in enumerate(pairwise(bounds)):
-            path = folder / shard_name(NAME, index, shards)
+            path = folder / _file_name(base, index, shards)
             writer = GGUFWriter(path, "glm-dsa")
             if index == 0:
-                add_metadata(writer, arch, TYPES, large_vocabulary(arch.vocab_size))
+                add_metadata(writer, arch, TYPES, vocabulary)
             else:
                 writer.kv_data[0].clear()  # as llama-gguf-split: only the first has the metadata
-            writer.add_uint16("split.no", index)
-            writer.add_uint16("split.count", shards)
-            writer.add_key_value("split.tensors.count", len(tensors), GGUFValueType.INT32)
+            if shards > 1:
+                writer.add_uint16("split.no", index)
+                writer.add_uint16("split.count", shards)
+                writer.add_key_value("split.tensors.count", len(tensors), GGUFValueType.INT32)
             nbytes = _add_tensors(writer, tensors[a:b], arch.block_count)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -76,7 +84,11 @@ def write_large_sample(folder: Path, shards: int = 12) -> Path:
             f"cannot be written: {error.strerror or error}",
             "name a folder on a file system that holds sparse files of 100 GB",
         ) from error
-    return folder / shard_name(NAME, 0, shards)
+    return folder / _file_name(base, 0, shards)
+
+
+def _file_name(base: str, index: int, shards: int) -> str:
+    return shard_name(base, index, shards) if shards > 1 else f"{base}.gguf"
 
 
 def _add_tensors(writer: "object", tensors: list[tuple[str, Shape]], blocks: int) -> int:
