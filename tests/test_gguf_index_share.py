@@ -9,10 +9,11 @@ import pytest
 from glm5lab.architecture import MAX_BLOCKS
 from glm5lab.errors import InputError
 from glm5lab.gguf.config import config_notes, hf_config, read_architecture
-from glm5lab.gguf.index_share import KEY, RULE, TENSORS, IndexShare, fold, index_share
+from glm5lab.gguf.index_share import KEY, RULE, TENSORS, IndexShare, index_share
 from glm5lab.gguf.layout_files import write_layout
 from glm5lab.gguf.layouts import read_layouts
 from glm5lab.gguf.reader import GgufModel, open_gguf
+from glm5lab.loading.prepare import prepare
 
 INDEXER_TYPES = "glm-dsa.attention.indexer.types"
 
@@ -56,7 +57,7 @@ def test_all_agree(full: GgufModel, shared: GgufModel) -> None:
     assert (pattern(found), found.sources) == ("FFSFS", (KEY, TENSORS))
     assert found.conflicts == found.notes == ()
     assert config_notes(shared) == [
-        "IndexShare: 3 of 5 layers select for themselves (0, 1, 3), by attention.indexer.types, "
+        "IndexShare: 3 of 5 layers select for themselves (0-1,3), by attention.indexer.types, "
         "indexer tensors"
     ]
 
@@ -67,7 +68,7 @@ def test_the_rule_and_the_tensors(full: GgufModel) -> None:
     found = share(longer)
     assert (pattern(found), found.sources, found.conflicts) == ("FFFSS", (RULE,), ())
     assert found.notes == (
-        "blocks 3, 4 share their indices but hold indexer tensors, too (copies in many GLM-5.2 "
+        "blocks 3-4 share their indices but hold indexer tensors, too (copies in many GLM-5.2 "
         "files): not loaded",
     )
     without = changed(longer, drop=("blk.3.indexer", "blk.4.indexer"))
@@ -80,11 +81,22 @@ def test_the_tensors_alone(shared: GgufModel) -> None:
     found = share(model)
     assert (pattern(found), found.sources) == ("FFSFS", (TENSORS,))
     assert found.conflicts == (
-        "context rule says full for blocks 2, 4, where the file has no indexer tensors; the "
+        "context rule says full for blocks 2,4, where the file has no indexer tensors; the "
         "tensors decide: those layers are taken for shared",
     )
     assert hf_config(model)["index_topk_pattern"] == "FFSFS"
     assert config_notes(model)[1].startswith("IndexShare conflict: context rule says full")
+
+
+def test_prepare_says_what_was_decided(
+    shared: GgufModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(shared, tmp_path / "agrees")
+    assert not caplog.records
+    prepare(changed(shared, attention__indexer__types=None), tmp_path / "decided")
+    assert "the tensors decide" in caplog.text
+    written = [(tmp_path / n / "config.json").read_text() for n in ("agrees", "decided")]
+    assert written[0] == written[1]
 
 
 def test_a_key_that_the_tensors_contradict(shared: GgufModel) -> None:
@@ -98,7 +110,7 @@ def test_a_key_that_the_tensors_contradict(shared: GgufModel) -> None:
     )
     fewer = share(changed(shared, attention__indexer__types=[True, False, False, False, False]))
     assert (pattern(fewer), fewer.conflicts) == ("FSSSS", ())
-    assert fewer.notes[0].startswith("blocks 1, 3 share their indices but hold indexer tensors")
+    assert fewer.notes[0].startswith("blocks 1,3 share their indices but hold indexer tensors")
 
 
 def test_a_key_that_the_rule_contradicts(shared: GgufModel) -> None:
@@ -164,8 +176,3 @@ def test_block_numbers_are_numbers(full: GgufModel, block: str) -> None:
     assert (odd.layer, odd.role) == (None, odd.name)
     model = dataclasses.replace(full, tensors=full.tensors | {odd.name: odd})
     assert share(model) == share(full)
-
-
-def test_fold() -> None:
-    assert fold([]) == ""
-    assert fold([4, 0, 1, 2, 6, 7]) == "0-2, 4, 6, 7"

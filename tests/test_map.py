@@ -7,6 +7,7 @@ import pytest
 
 from glm5lab.__main__ import main
 from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.layer_ranges import layer_ranges
 from glm5lab.gguf.layout_files import write_layout
 from glm5lab.gguf.layouts import read_layouts
 from glm5lab.gguf.reader import open_gguf
@@ -15,7 +16,6 @@ from glm5lab.loading import names
 from glm5lab.loading.table import COLUMNS, name_table
 from glm5lab.views.names import (
     fold_sentences,
-    layer_ranges,
     map_json,
     map_text,
     name_map,

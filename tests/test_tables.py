@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from glm5lab.errors import InputError
+from glm5lab.gguf.layer_ranges import layer_ranges
 from glm5lab.gguf.reader import open_gguf
-from glm5lab.views.tables import human_bytes, inspect_text, ranges
+from glm5lab.views.tables import human_bytes, inspect_text
 
 
 def test_inspect_shows_every_role_once(sample_mix: Path) -> None:
@@ -40,7 +41,7 @@ def test_inspect_reports_unusable_files(tmp_path: Path) -> None:
 
 
 def test_numbers() -> None:
-    assert ranges([6, 0, 2, 1, 10]) == "0-2,6,10"
-    assert ranges([]) == ""
+    assert layer_ranges([6, 0, 2, 1, 10]) == "0-2,6,10"
+    assert layer_ranges([]) == ""
     texts = [human_bytes(n) for n in (0, 1023, 1536, 5 << 40)]
     assert texts == ["0 B", "1023 B", "1.5 KiB", "5.0 TiB"]

@@ -44,6 +44,11 @@ def config_notes(model: GgufModel) -> list[str]:
     return notes
 
 
+def config_conflicts(model: GgufModel) -> tuple[str, ...]:
+    """Where the file's statements about its indexers disagree; a sentence each."""
+    return index_share(model, _stated_architecture(model)).conflicts
+
+
 def _stated_architecture(model: GgufModel) -> Glm5Architecture:
     require_glm5(model)
     try:

@@ -9,10 +9,10 @@
 Files with tensors on every layer occur of GLM-5.2, too: those of shared layers are copies.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from glm5lab.architecture import FULL, SHARED, Glm5Architecture, indexer_types
+from glm5lab.gguf.layer_ranges import layer_ranges
 from glm5lab.gguf.reader import GgufModel
 
 KEY, RULE, TENSORS = "attention.indexer.types", "context rule", "indexer tensors"
@@ -86,26 +86,14 @@ def describe(share: IndexShare) -> list[str]:
         full = share.full_layers
         out.append(
             f"IndexShare: {len(full)} of {len(share.types)} layers select for themselves "
-            f"({fold(full)}), by {', '.join(share.sources)}"
+            f"({layer_ranges(full)}), by {', '.join(share.sources)}"
         )
     out += [f"IndexShare conflict: {text}" for text in share.conflicts]
     return out + [f"IndexShare: {text}" for text in share.notes]
 
 
-def fold(numbers: Collection[int]) -> str:
-    """[0, 1, 2, 6, 7] as "0-2, 6, 7"."""
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and runs[-1][-1] == n - 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    parts = [f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
-    return ", ".join(parts)
-
-
 def _blocks(numbers: list[int]) -> str:
-    return f"block{'s' if len(numbers) > 1 else ''} {fold(numbers)}"
+    return f"block{'s' if len(numbers) > 1 else ''} {layer_ranges(numbers)}"
 
 
 def _holders(model: GgufModel, layers: int) -> tuple[set[int], list[str]]:

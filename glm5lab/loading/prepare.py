@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ from glm5lab import __version__
 from glm5lab.env import cache_root
 from glm5lab.errors import InputError
 from glm5lab.gguf.chat import require_safe_template
-from glm5lab.gguf.config import generation_config, hf_config
+from glm5lab.gguf.config import config_conflicts, generation_config, hf_config
 from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
 from glm5lab.gguf.tokenizer import write_tokenizer
 from glm5lab.gguf.url import local_path
@@ -70,6 +71,8 @@ def prepare(source: str | Path | GgufModel, folder: str | Path | None = None) ->
         # The marker comes last: a folder that has it is complete.
         MARKER: pointer(model),
     }
+    for conflict in config_conflicts(model):
+        logging.getLogger(__name__).warning("%s: IndexShare conflict: %s", model.path, conflict)
     try:
         return _write_cached(model, files) if folder is None else _write(model, files, folder)
     except OSError as error:

@@ -3,10 +3,10 @@
 import io
 import shutil
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glm5lab.gguf.layer_ranges import layer_ranges
 from glm5lab.gguf.reader import GgufModel, Tensor, open_gguf
 from glm5lab.views.inspection import notes
 
@@ -41,17 +41,6 @@ def human_bytes(count: float) -> str:
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 6] -> "0-2,6"."""
-    parts: list[list[int]] = []
-    for n in sorted(numbers):
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def inspect_text(source: str | Path | GgufModel, width: int | None = None) -> str:
@@ -105,7 +94,7 @@ def summary_table(model: GgufModel) -> "Table":
     shards = f"{len(model.shards)} file" + "s" * (len(model.shards) > 1)
     empty = [i + 1 for i in range(len(model.shards)) if not _in_shard(model, i)]
     if empty:
-        shards += f", without tensors: number {ranges(empty)}"
+        shards += f", without tensors: number {layer_ranges(empty)}"
     table.add_row("model", f"{data.get('general.name', 'unnamed')} ({model.architecture})")
     table.add_row(
         "size",
@@ -118,7 +107,7 @@ def summary_table(model: GgufModel) -> "Table":
             table.add_row(label, ", ".join("-" if v is None else str(v) for v in values))
     types = data.get(f"{model.architecture}.attention.indexer.types")
     if isinstance(types, list):
-        table.add_row("layers with an indexer", ranges(i for i, on in enumerate(types) if on))
+        table.add_row("layers with an indexer", layer_ranges(i for i, on in enumerate(types) if on))
     tokens = data.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
         kind = f"{data.get('tokenizer.ggml.model')}, {data.get('tokenizer.ggml.pre')}"
@@ -147,7 +136,7 @@ def role_table(model: GgufModel) -> "Table":
         layers = [t.layer for t in tensors if t.layer is not None]
         shapes = dict.fromkeys("x".join(map(str, t.shape)) for t in tensors)
         size = sum(t.nbytes for t in tensors)
-        row = [role, ranges(layers), " ".join(shapes), _types(tensors), str(len(tensors))]
+        row = [role, layer_ranges(layers), " ".join(shapes), _types(tensors), str(len(tensors))]
         table.add_row(*row, human_bytes(size))
         for t in tensors:
             by_type[t.type] += t.nbytes
@@ -163,7 +152,7 @@ def _types(tensors: list[Tensor]) -> str:
         groups.setdefault(t.type, []).append(t.layer)
     if len(groups) == 1 or tensors[0].layer is None:
         return " ".join(groups)
-    return ", ".join(f"{name} {ranges(layers)}" for name, layers in groups.items())
+    return ", ".join(f"{name} {layer_ranges(layers)}" for name, layers in groups.items())
 
 
 def _elements(t: Tensor) -> int:
