@@ -119,6 +119,7 @@ def types_figure(model: GgufModel) -> "go.Figure":
         xaxis={"title": f"size in the file, {unit}"},
         # Categories count upwards: the largest role belongs at the top.
         yaxis={"title": "role", "type": "category", "autorange": "reversed"},
+        legend={"traceorder": "normal", "title": "type"},
         height=max(420, 24 * len(names) + 160),
     )
 
@@ -160,7 +161,7 @@ def memory_figure(plan: "Plan") -> "go.Figure":
         figure.add_hline(
             height,
             line={"dash": dash, "color": "#000000", "width": 1},
-            annotation={"text": text, "yanchor": "bottom"},
+            annotation={"text": text, "yanchor": "bottom", "bgcolor": "rgba(255,255,255,0.8)"},
             annotation_position="top left",
         )
     tallest = max(sum(column) for column in zip(*rows.values(), strict=True))
@@ -180,7 +181,7 @@ def _name(model: GgufModel) -> str:
 
 
 def _styled(figure: "go.Figure", **layout: Any) -> "go.Figure":
-    """The look that all figures share; text that HTML could take for tags is plotly's own care."""
+    """The look that all figures share."""
     common = {"barmode": "stack", "template": "plotly_white", "height": 420}
     figure.update_layout(**{**common, **layout})
     return figure
