@@ -235,3 +235,59 @@ def test_other_architecture(tmp_path: Path) -> None:
             require_glm5(model)
     with pytest.raises(InputError, match="none named in the metadata"):
         require_glm5(open_gguf(write(tmp_path / "a.gguf", header([], []))))
+
+
+# ------------------------------------------------------------------------------ size
+
+
+def many(kind: int, count: int, item: bytes) -> bytes:
+    return key("k", 9, struct.pack("<IQ", kind, count) + item * count)
+
+
+EMPTY_ARRAY = struct.pack("<IQ", 4, 0)
+LARGE: dict[str, tuple[Callable[[], bytes], str]] = {
+    "nested": (
+        lambda: header([many(9, 70_000, EMPTY_ARRAY)], []),
+        "'k' has 70000 arrays in arrays so far, above the limit of 65536",
+    ),
+    "nested twice": (
+        lambda: header([many(9, 300, struct.pack("<IQ", 9, 300) + EMPTY_ARRAY * 300)], []),
+        "arrays in arrays so far, above the limit of 65536",
+    ),
+    "strings": (
+        lambda: header([many(8, 2_200_000, b"\0" * 8)], []),
+        "has 2200000 items, above the limit of 2097152",
+    ),
+    "keys": (
+        lambda: header([text_key(f"k{i}", "") for i in range(70_000)], []),
+        "announces 70000 keys, above the limit of 65536",
+    ),
+    "tensors": (
+        lambda: header([], [tensor(f"t{i}", (1,), 0, 0) for i in range(70_000)]),
+        "announces 70000 tensors, above the limit of 65536",
+    ),
+    "name": (
+        lambda: header([], [tensor("t" * 70_000, (1,), 0, 0)]),
+        "tensor 0 holds a string of 70000 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_headers_that_only_cost_time_end_at_a_limit(tmp_path: Path, name: str) -> None:
+    make, cause = LARGE[name]
+    path = write(tmp_path / "a.gguf", make())
+    start = time.process_time()
+    with pytest.raises(InputError, match=cause) as caught:
+        open_gguf(path)
+    assert time.process_time() - start < 5  # below 0.1 s each on an idle core
+    assert len(str(caught.value)) < 5000
+
+
+def test_just_below_the_limits_all_is_read(tmp_path: Path) -> None:
+    keys = [ARCH, *(text_key(f"k{i}", "") for i in range(30_000)), many(8, 1_000_000, b"\0" * 8)]
+    infos = [tensor(f"t{i}", (1,), 0, 32 * i) for i in range(30_000)]
+    path = write(tmp_path / "a.gguf", header(keys, infos), b"\0" * 32 * len(infos))
+    model = open_gguf(path)
+    assert len(model.table()) == 30_000
+    assert model.metadata["k"] == [""] * 1_000_000

@@ -17,8 +17,8 @@ from glm5lab.gguf.source import Source
 MAX_STRING_BYTES = 1 << 24
 # The specification's limit for keys; tensor names end at 64 bytes in llama.cpp.
 MAX_NAME_BYTES = (1 << 16) - 1
-MAX_ARRAY_ITEMS = 1 << 21
-MAX_ARRAY_DEPTH = 4
+MAX_ARRAY_ITEMS, MAX_ALL_ITEMS = 1 << 21, 3 << 20
+MAX_ARRAY_DEPTH, MAX_NESTED_ARRAYS = 4, 1 << 16
 # The first read; each further one doubles what is there, so a remote header takes few requests.
 FIRST_READ = 1 << 18
 
@@ -49,6 +49,7 @@ class Cursor:
     def __init__(self, source: Source) -> None:
         self.source, self.size = source, source.size
         self.buffer, self.pos, self.where = b"", 0, "the header"
+        self._items = self._nested = 0
         self.set_order("<")
 
     def set_order(self, order: str) -> None:
@@ -97,7 +98,7 @@ class Cursor:
         start = self.need(8)
         return int(self._u64.unpack_from(self.buffer, start)[0])
 
-    def check_count(self, what: str, n: int, smallest: int) -> int:
+    def check_count(self, what: str, n: int, smallest: int, limit: int | None = None) -> int:
         """`n`, when the rest of the file can hold that many items of at least `smallest` bytes."""
         left = self.size - self.pos
         if n > left // smallest:
@@ -105,6 +106,8 @@ class Cursor:
                 f"{self.where} announces {n} {what}, more than the {left} bytes that follow "
                 "can hold (truncated or damaged)"
             )
+        if limit is not None and n > limit:
+            raise self.fail(f"{self.where} announces {n} {what}, above the limit of {limit}")
         return n
 
     def name(self) -> str:
@@ -154,6 +157,18 @@ class Cursor:
         items = np.frombuffer(self.buffer, dtype, n, start)
         return (items != 0).tolist() if kind == TYPE_BOOL else items.tolist()
 
+    def _spend(self, n: int, nested: bool) -> None:
+        """Count array items; a few million of them are more than any model has."""
+        self._items += n
+        self._nested += n * nested
+        for what, count, limit in (
+            ("items", n, MAX_ARRAY_ITEMS),
+            ("array items so far", self._items, MAX_ALL_ITEMS),
+            ("arrays in arrays so far", self._nested, MAX_NESTED_ARRAYS),
+        ):
+            if count > limit:
+                raise self.fail(f"{self.where} has {count} {what}, above the limit of {limit}")
+
     def array(self, depth: int) -> tuple[list[Any], tuple[int, ...]]:
         """An array, at most MAX_ARRAY_DEPTH deep, and its type."""
         if depth >= MAX_ARRAY_DEPTH:
@@ -163,8 +178,7 @@ class Cursor:
         if smallest is None and kind not in SCALARS:
             raise self.fail(f"{self.where} is an array of unknown type {kind} (damaged, or newer)")
         n = self.check_count("array items", self.u64(), smallest or SCALARS[kind].itemsize)
-        if n > MAX_ARRAY_ITEMS:
-            raise self.fail(f"{self.where} has {n} items, above the limit of {MAX_ARRAY_ITEMS}")
+        self._spend(n, nested=kind == TYPE_ARRAY)
         if kind == TYPE_STRING:
             return self.strings(n), (TYPE_ARRAY, kind)
         if kind != TYPE_ARRAY:

@@ -21,6 +21,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+# GLM-5 has some 60 keys and 1,800 tensors; each costs time and memory before its name is known.
+MAX_KEYS = MAX_TENSORS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def parse_header(source: Source) -> Header:
     cursor = Cursor(source)
     version = _check_start(cursor)
     n_tensors = cursor.u64()
-    n_keys = cursor.check_count("keys", cursor.u64(), 13)
+    n_keys = cursor.check_count("keys", cursor.u64(), 13, MAX_KEYS)
     metadata: dict[str, Any] = {}
     types: dict[str, tuple[int, ...]] = {}
     for i in range(n_keys):
@@ -73,7 +75,7 @@ def parse_header(source: Source) -> Header:
             raise cursor.fail(f"key {key!r} occurs twice", "get a copy from another publisher")
         metadata[key], types[key] = cursor.value(cursor.u32())
     cursor.where = "the header"
-    cursor.check_count("tensors", n_tensors, 24)
+    cursor.check_count("tensors", n_tensors, 24, MAX_TENSORS)
     tensors = [_tensor_info(cursor, i) for i in range(n_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     # llama.cpp demands a power of two, though the specification says a multiple of 8.

@@ -12,8 +12,9 @@ from typing import Protocol, Self
 
 from glm5lab.errors import InputError
 
-# Far above any header in use: a vocabulary of 154,880 with merges takes some 10 MiB.
-LOCAL_LIMIT_MIB = 256
+# Far above any header in use: a vocabulary of 154,880 with merges takes some 10 MiB. Text may take
+# four times its bytes as Python strings, so a hostile header of this size needs about 400 MB.
+LOCAL_LIMIT_MIB = 64
 
 
 class Source(Protocol):
