@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from glm5lab.errors import brief
+
 FULL, SHARED = "full", "shared"
 # Longer contexts without `indexer.types` are GLM-5.2 files from before that key existed.
 LONG_CONTEXT = 1048576
@@ -231,17 +233,17 @@ class _Keys:
         if value is None:
             raise KeyError(f"glm-dsa.{key}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise ValueError(f"glm-dsa.{key} is {value!r}, not a number")
+            raise ValueError(f"glm-dsa.{key} is {brief(value)}, not a number")
         # Metadata hold float32; 1e-5 should read as 1e-5 and not as 9.999999747378752e-06.
         return float(f"{value:.7g}")
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.raw(key, default)
         # Some writers store a value a layer where all layers agree.
-        if isinstance(value, list) and value and len(set(value)) == 1:
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
         if value is None:
             raise KeyError(f"glm-dsa.{key}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"glm-dsa.{key} is {value!r}, not a whole number")
+            raise ValueError(f"glm-dsa.{key} is {brief(value)}, not a whole number")
         return value

@@ -39,3 +39,9 @@ class InputError(Glm5labError, ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (self.file, self.cause, self.fix)
+
+
+def brief(value: object) -> str:
+    """A value from a file as one short line: its repr, cut in the middle of a long one."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:50]} ... {text[-20:]}"

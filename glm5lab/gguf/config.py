@@ -1,10 +1,11 @@
 """HF's config.json from a GLM-5 GGUF's header: every field that HF and vLLM read."""
 
 import dataclasses
+from math import isfinite
 from typing import Any
 
 from glm5lab.architecture import FULL, Glm5Architecture
-from glm5lab.errors import InputError
+from glm5lab.errors import InputError, brief
 from glm5lab.gguf.chat import KEY, template_of, template_problem
 from glm5lab.gguf.index_share import describe, index_share
 from glm5lab.gguf.reader import GgufModel, require_glm5
@@ -51,8 +52,9 @@ def config_conflicts(model: GgufModel) -> tuple[str, ...]:
 
 def _stated_architecture(model: GgufModel) -> Glm5Architecture:
     require_glm5(model)
+    metadata = _with_vocab_size(model)
     try:
-        return Glm5Architecture.from_metadata(_with_vocab_size(model))
+        return Glm5Architecture.from_metadata(metadata)
     except KeyError as error:
         raise InputError(
             model.path, f"metadata key {error.args[0]!r} is missing", CONVERT_AGAIN
@@ -82,7 +84,7 @@ def hf_config(model: GgufModel) -> dict[str, Any]:
     if gating != SIGMOID:
         raise InputError(
             model.path,
-            f"glm-dsa.expert_gating_func is {gating!r}; GLM-5 routes by sigmoid ({SIGMOID})",
+            f"glm-dsa.expert_gating_func is {brief(gating)}; GLM-5 routes by sigmoid ({SIGMOID})",
             CONVERT_AGAIN,
         )
     ids = special_ids(model)
@@ -145,7 +147,7 @@ def generation_config(model: GgufModel) -> dict[str, Any]:
     advice = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
     for name, key in advice.items():
         value = model.metadata.get(f"general.sampling.{key}")
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
             config[name] = float(f"{value:.7g}") if isinstance(value, float) else value
     return {k: v for k, v in config.items() if v not in (None, [])}
 
@@ -159,7 +161,7 @@ def _with_vocab_size(model: GgufModel) -> dict[str, Any]:
     if stated != embedding.shape[0]:
         raise InputError(
             model.path,
-            f"{key} is {stated}, token_embd.weight has {embedding.shape[0]} rows",
+            f"{key} is {brief(stated)}, token_embd.weight has {embedding.shape[0]} rows",
             CONVERT_AGAIN,
         )
     return {**model.metadata, key: stated}
@@ -178,32 +180,41 @@ def _dtype(model: GgufModel) -> str:
 
 def _rope(model: GgufModel, arch: Glm5Architecture) -> dict[str, Any]:
     """HF's rope_parameters; yarn as DeepSeek's converter writes it."""
-
-    def key(name: str, default: float | None = None) -> Any:
-        value = model.metadata.get(f"glm-dsa.rope.scaling.{name}", default)
-        return float(f"{value:.7g}") if isinstance(value, float) else value
-
-    kind = key("type")
+    kind = model.metadata.get("glm-dsa.rope.scaling.type")
     rope: dict[str, Any] = {"rope_theta": arch.rope_theta, "rope_type": "default"}
     if kind in (None, "none"):
         return rope
-    if kind not in ("linear", "yarn") or not isinstance(key("factor"), int | float):
+    factor = _scaling(model, "factor")
+    if kind not in ("linear", "yarn") or factor is None or factor <= 0:
         raise InputError(
             model.path,
-            f"glm-dsa.rope.scaling.type {kind!r} with factor {key('factor')!r}; supported are "
+            f"glm-dsa.rope.scaling.type {brief(kind)} with factor {factor!r}; supported are "
             "none, linear and yarn, the last two with a factor",
             CONVERT_AGAIN,
         )
-    rope |= {"rope_type": kind, "factor": key("factor")}
+    rope |= {"rope_type": kind, "factor": factor}
     if kind == "linear":
         return rope
-    original = key("original_context_length")
+    original = _scaling(model, "original_context_length")
     if original is None:
-        original = int(arch.max_position_embeddings / rope["factor"])
+        original = int(arch.max_position_embeddings / factor)
     rope["original_max_position_embeddings"] = original
-    rope["beta_fast"], rope["beta_slow"] = key("yarn_beta_fast", 32.0), key("yarn_beta_slow", 1.0)
-    log_multiplier = key("yarn_log_multiplier")
+    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        stated = _scaling(model, f"yarn_{name}")
+        rope[name] = default if stated is None else stated
+    log_multiplier = _scaling(model, "yarn_log_multiplier")
     if log_multiplier:
         # The converter stores 0.1 * mscale_all_dim.
         rope["mscale"] = rope["mscale_all_dim"] = float(f"{10 * log_multiplier:.6g}")
     return rope
+
+
+def _scaling(model: GgufModel, name: str) -> float | None:
+    """A number under `rope.scaling`, None where the key is absent; anything else is an error."""
+    key = f"glm-dsa.rope.scaling.{name}"
+    value = model.metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise InputError(model.path, f"{key} is {brief(value)}, not a number", CONVERT_AGAIN)
+    return float(f"{value:.7g}") if isinstance(value, float) else value

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm5lab.errors import InputError
+from glm5lab.errors import InputError, brief
 from glm5lab.gguf.reader import GgufModel
 
 MODEL, PRE = "gpt2", "glm4"
@@ -48,7 +48,8 @@ def special_ids(model: GgufModel) -> SpecialIds:
         if not isinstance(value, int) or (tokens and not 0 <= value < len(tokens)):
             raise InputError(
                 model.path,
-                f"tokenizer.ggml.{name}_token_id is {value!r}, the vocabulary has {len(tokens)}",
+                f"tokenizer.ggml.{name}_token_id is {brief(value)}, "
+                f"the vocabulary has {len(tokens)}",
                 OTHER_MODEL,
             )
         return value
@@ -99,7 +100,7 @@ class _Vocabulary:
         kind, pre = data.get("tokenizer.ggml.model"), data.get("tokenizer.ggml.pre")
         if kind != MODEL or pre != PRE:
             raise self.fail(
-                f"tokenizer.ggml.model {kind!r} with tokenizer.ggml.pre {pre!r}; "
+                f"tokenizer.ggml.model {brief(kind)} with tokenizer.ggml.pre {brief(pre)}; "
                 f"supported is {MODEL!r} with {PRE!r} (byte-level BPE of GLM-4 and GLM-5)"
             )
         self.tokens: list[str] = self.array("tokens", str)
@@ -130,7 +131,7 @@ class _Vocabulary:
             or left not in self.ids
             or right not in self.ids
         ):
-            raise self.fail(f"merge {text!r} does not join two tokens into a third")
+            raise self.fail(f"merge {brief(text)} does not join two tokens into a third")
         return left, right
 
 
