@@ -199,3 +199,14 @@ def test_mtp_and_indexers_of_shared_layers_are_dropped(tmp_path):
     model = open_gguf(write_sample(tmp_path / "mtp", kind="mtp", types="mix"))
     table = placements(model, hf_config(model))
     assert {model.tensors[n].layer for n, p in table.items() if p == DROPPED} == {4}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 256), (2**40,)])
+def test_shapes_that_no_glm5_has_give_numbers_and_no_crash(sample_mix, shape):
+    """`map` names them as problems; sums must not end in a traceback before that."""
+    model = open_gguf(sample_mix)
+    for name, tensor in model.tensors.items():
+        model.tensors[name] = replace(tensor, shape=shape)
+    for expert_parallel in (False, True):
+        table = placements(model, hf_config(open_gguf(sample_mix)), 4, 2, True, expert_parallel)
+        assert all(p.packed >= 0 and p.loaded >= 0 for p in table.values())

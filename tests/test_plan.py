@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from http_server import serving
 from typer.testing import CliRunner
 
 from glm5lab.__main__ import app
@@ -260,3 +261,15 @@ def test_glm52_stages_begin_at_full_layers(layouts):
 def test_types_without_a_kernel_are_noted(layouts):
     text, _ = plan_text(layouts["glm-5.2-iq2_kt-sokann"], 8, 96.0)
     assert "note: no kernel takes unknown(153)" in text
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_by_address_from_the_header_alone(sample_mix, ranges):
+    """A server that knows ranges and one that does not; the answer is the local file's."""
+    local = plan_json(sample_mix, 1, 8.0)
+    with serving(sample_mix.parent, ranges=ranges) as server:
+        url = f"{server.url}/{sample_mix.name}"
+        assert plan_json(url, 1, 8.0) == local
+        answer = CliRunner().invoke(app, ["plan", url, "--gpus", "1", "--gpu-memory", "8"])
+        assert answer.exit_code == 0
+        assert "fits: tp 1" in answer.output

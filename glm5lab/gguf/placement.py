@@ -166,21 +166,18 @@ class _Cutter:
 
     def __call__(self, tensor: Tensor) -> Placement:
         split, rows, columns, problem = self._part(tensor)
-        width = tensor.shape[-1]
-        row_bytes = tensor.nbytes / max(1, prod(tensor.shape[:-1]))
         held = min(rows, prod(tensor.shape[:-1]))  # padding rows are not in the file
-        packed = round(held * row_bytes * columns / max(1, width))
+        packed = _stored(tensor, held * columns)
         kept = self._kept(tensor)
         if kept:
-            widest = max(self._row_bytes(other) for other in self._fused(tensor))
-            loaded = round(rows * widest * columns / max(1, width))
+            loaded = max(_stored(other, rows * columns) for other in self._fused(tensor))
         else:
             loaded = rows * columns * (4 if tensor.role in FLOAT32 else self.itemsize)
         return Placement(split, 0, packed, loaded, kept, problem)
 
     def _part(self, tensor: Tensor) -> tuple[Split, int, int, str]:
         """How a tensor is split; rows (all leading axes) and columns of one rank; the problem."""
-        role, shape, tp = tensor.role.removesuffix(".weight"), tensor.shape, self.tp
+        role, shape, tp = tensor.role.removesuffix(".weight"), tensor.shape or (1,), self.tp
         rows, columns = prod(shape[:-1]), shape[-1]
         if tensor.role in VOCABULARY:
             padded = -(-rows // VOCABULARY_PADDING) * VOCABULARY_PADDING
@@ -191,7 +188,9 @@ class _Cutter:
             # k_b and v_b are [heads, ...]; q_b's rows are heads times the head size.
             cut, unit = (shape[0], "heads") if role in ("attn_k_b", "attn_v_b") else (rows, "rows")
             if role in EXPERTS_COLUMN:
-                cut = shape[-2] // (2 if role == "ffn_gate_up_exps" else 1)
+                cut = shape[-2 if len(shape) > 1 else -1] // (
+                    2 if role == "ffn_gate_up_exps" else 1
+                )
             return "column", -(-rows // tp), columns, _indivisible(tensor, unit, cut, tp)
         if role in ROW + EXPERTS_ROW:
             problem = _indivisible(tensor, "columns", columns, tp)
@@ -221,9 +220,10 @@ class _Cutter:
             return False
         return all(part.type not in PLAIN for part in self._fused(tensor))
 
-    @staticmethod
-    def _row_bytes(tensor: Tensor) -> float:
-        return tensor.nbytes / max(1, prod(tensor.shape[:-1]))
+
+def _stored(tensor: Tensor, elements: int) -> int:
+    """Bytes that so many elements take in a tensor's type."""
+    return tensor.nbytes * elements // max(1, prod(tensor.shape))
 
 
 def _indivisible(tensor: Tensor, unit: str, count: int, tp: int) -> str:
