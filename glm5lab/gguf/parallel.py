@@ -194,7 +194,7 @@ def evaluate(
 def shortened(problems: Sequence[str], shown: int = 1) -> list[str]:
     """The first few problems, and how many more there are."""
     more = len(problems) - shown
-    return [*problems[:shown], *([f"and {more} tensors more"] if more > 0 else [])]
+    return [*problems[:shown], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _workspaces(

@@ -12,6 +12,7 @@ from glm5lab.gguf.reader import GgufModel, open_gguf
 from glm5lab.loading.reconcile import missing_tensors
 from glm5lab.views.inspection import notes
 from glm5lab.views.names import columns
+from glm5lab.views.tables import human_bytes
 
 SHOWN_SPLITS = 8
 
@@ -105,12 +106,12 @@ def stage_lines(plan: Plan) -> list[str]:
     titles = ["each GPU" if best.pp == 1 else f"stage {n}" for n in range(len(shown))]
     layers = [f"{s.layers[0]}-{s.layers[-1]}" for s, _ in shown]
     rows = [
-        ("GiB a rank of", *titles),
+        ("a rank of", *titles),
         ("layers", *layers),
-        ("weights, quantized", *(gib(s.packed, "") for s, _ in shown)),
-        ("weights, plain", *(gib(s.plain, "") for s, _ in shown)),
-        ("workspace (estimate)", *(gib(w.total, "") for _, w in shown)),
-        ("left for the cache", *(gib(n, "") for n in left)),
+        ("weights, quantized", *(signed(s.packed) for s, _ in shown)),
+        ("weights, plain", *(signed(s.plain) for s, _ in shown)),
+        ("workspace (estimate)", *(signed(w.total) for _, w in shown)),
+        ("left for the cache", *(signed(n) for n in left)),
     ]
     return columns(rows)
 
@@ -133,7 +134,7 @@ def cache_lines(plan: Plan) -> list[str]:
 
 def split_lines(plan: Plan) -> list[str]:
     """The ranked splits as a table."""
-    rows: list[tuple[str, ...]] = [("tp", "pp", "dcp", "GiB a rank", *KV_DTYPES, "")]
+    rows: list[tuple[str, ...]] = [("tp", "pp", "dcp", "a rank", *KV_DTYPES, "")]
     for split in plan.splits[:SHOWN_SPLITS]:
         tokens = {cache.kv_dtype: f"{cache.tokens:,}" for cache in split.caches}
         missing = split.caches[0].missing
@@ -142,7 +143,7 @@ def split_lines(plan: Plan) -> list[str]:
         rows.append(
             (
                 *map(str, (split.tp, split.pp, split.dcp)),
-                gib(used, ""),
+                signed(used),
                 *(tokens[kind] for kind in KV_DTYPES),
                 "; ".join([*split.problems, *lacks, *traits(split)]),
             )
@@ -152,9 +153,14 @@ def split_lines(plan: Plan) -> list[str]:
     return [title, *columns(rows), *([f"and {more} more"] if more > 0 else [])]
 
 
-def gib(count: float, unit: str = " GiB") -> str:
+def gib(count: float) -> str:
     """1 << 30 -> "1.0 GiB"."""
-    return f"{round(count / GIB, 1) + 0.0:.1f}{unit}"  # + 0.0: no "-0.0"
+    return f"{count / GIB:.1f} GiB"
+
+
+def signed(count: int) -> str:
+    """Bytes in the largest fitting unit, negative ones too."""
+    return f"-{human_bytes(-count)}" if count < 0 else human_bytes(count)
 
 
 def plan_json(
