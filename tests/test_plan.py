@@ -13,7 +13,7 @@ from glm5lab.errors import InputError
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.layout_files import write_layout
 from glm5lab.gguf.layouts import read_layouts
-from glm5lab.gguf.memory import GIB, index_row_bytes, kv_row_bytes, workspace
+from glm5lab.gguf.memory import GIB, PAGE_TOKENS, index_row_bytes, kv_row_bytes, workspace
 from glm5lab.gguf.parallel import Card, balanced_partition, evaluate
 from glm5lab.gguf.placement import placements
 from glm5lab.gguf.plan import make_plan
@@ -45,6 +45,36 @@ def test_rows_are_those_of_vllms_caches(full):
     assert kv_row_bytes(config, "bf16") == 1152
     assert kv_row_bytes(config, "fp8_ds_mla") == 656
     assert index_row_bytes(config) == 132
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8_ds_mla"])
+def test_a_block_of_the_cache_is_as_large_as_vllms(shared, kv_dtype):
+    """vLLM's own cache descriptions for a model that shares indices, as its layers give them."""
+    import torch
+    from vllm.v1.hisparse.runtime import FP8_DS_MLA_ROW_BYTES
+    from vllm.v1.kv_cache_interface import (
+        MLAAttentionSpec,
+        SparseCacheRole,
+        UniformTypeKVCacheSpecs,
+    )
+
+    common = {"block_size": PAGE_TOKENS, "num_kv_heads": 1, "max_tp_shards": 1}
+    rows = {"head_size": 576, "dtype": torch.bfloat16}
+    if kv_dtype == "fp8_ds_mla":
+        rows |= {"dtype": torch.uint8, "cache_dtype_str": kv_dtype}
+        rows["state_content_bytes"] = FP8_DS_MLA_ROW_BYTES
+    keys = {"head_size": 132, "dtype": torch.uint8, "cache_role": SparseCacheRole.INDEXER}
+    specs = {}
+    for layer, kind in enumerate(hf_config(shared)["indexer_types"]):
+        leads = kind == "full"
+        specs[f"{layer}.attn"] = MLAAttentionSpec(**common, **rows, is_index_group_leader=leads)
+        if leads:
+            specs[f"{layer}.indexer"] = MLAAttentionSpec(**common, **keys)
+    block = UniformTypeKVCacheSpecs.from_specs(specs)
+    assert block is not None
+    config = {**hf_config(shared), "dtype": "bfloat16"}
+    split = evaluate(shared, config, Card(8.0), (kv_dtype,), 1, 1)
+    assert block.page_size_bytes == PAGE_TOKENS * split.stages[0].token_bytes(config, kv_dtype)
 
 
 def test_tokens_are_counted_in_whole_pages_of_the_fullest_rank(full):
