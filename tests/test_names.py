@@ -1,6 +1,8 @@
 """Layer 2, the name table: against gguf-py, HF's twin and vllm-gguf-plugin's lists of types."""
 
 import ast
+import random
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from glm5lab.gguf.reader import open_gguf
 from glm5lab.loading import names, transforms
 from glm5lab.loading.reconcile import reconcile, require_complete
 from glm5lab.loading.table import COLUMNS, name_table
-from glm5lab.views.names import map_text
+from glm5lab.views.names import map_text, name_map, names_text
 
 
 def table_of(path, **options):
@@ -194,6 +196,30 @@ def test_experts_of_two_types_are_a_problem_on_a_gpu(sample_mix):
     rest = table[(table["problem"] == "") & table["gguf"].str.contains("(?:gate|up)_exps")]
     assert (rest.groupby("layer")["type"].nunique() == 1).all()
     assert (table_of(sample_mix, gpu=False)["problem"] == "").all()
+
+
+def test_any_shape_and_type_ends_in_a_table(sample_f32):
+    """Shapes and types at random: problems, never an exception."""
+    model = open_gguf(sample_f32)
+    config, rng = hf_config(model), random.Random(0)
+    original = dict(model.tensors)
+    types = ["Q4_K", "IQ2_XS", "BF16", "I8", "MXFP4", "Q8_K", "unknown(144)"]
+    for number in range(30):
+        model.tensors = {}
+        for name, tensor in original.items():
+            if rng.random() < 0.1:
+                shape = tuple(rng.choice([0, 1, 3, 256]) for _ in range(rng.randint(1, 4)))
+                tensor = replace(tensor, shape=shape)
+            if rng.random() < 0.1:
+                tensor = replace(tensor, type=rng.choice(types))
+            if rng.random() > 0.05 and number:
+                model.tensors[name] = tensor
+        names_of = name_map(model, config, tp=2, pp=2, gpu=bool(number % 2))
+        assert names_of.problems
+        for tensors in (False, True):
+            assert "problem: " in names_text(names_of, tensors)
+        wrong = [n for n, t in model.tensors.items() if t.shape != original[n].shape]
+        assert (of(names_of.table, wrong)["problem"].str.contains("expected shape")).all()
 
 
 def test_odd_names_are_named_not_mapped(sample_f32, tmp_path):

@@ -25,9 +25,6 @@ I_TYPES = frozenset(
 MMQ = STANDARD | K_TYPES
 QUANTIZED = MMQ | I_TYPES
 
-# Parameters that vLLM builds without quantization, whatever the file holds.
-ALWAYS_DEQUANTIZED = frozenset({*DEQUANTIZED, "attn_kv_b"})
-
 
 def role_name(role: str) -> str:
     """A role without its last component: "attn_k_b.weight" -> "attn_k_b"."""
@@ -49,7 +46,7 @@ def kernel(type_name: str, role: str, gpu: bool) -> str:
     name = role_name(role)
     if type_name in PLAIN:
         return "unquantized"
-    if not gpu or name in ALWAYS_DEQUANTIZED:
+    if not gpu or name in DEQUANTIZED:
         return "dequantized" if can_dequantize(type_name) else ""
     if type_name not in QUANTIZED:
         return ""

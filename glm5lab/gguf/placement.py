@@ -23,6 +23,7 @@ COLUMN = (
     "attn_q_b",
     "attn_k_b",
     "attn_v_b",
+    "attn_kv_b",
     "ffn_gate",
     "ffn_up",
     "ffn_gate_shexp",
@@ -39,7 +40,14 @@ VOCABULARY_PADDING = 64  # rows; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 FLOAT32 = ("exp_probs_b.bias", "indexer.k_norm.weight", "indexer.k_norm.bias")
 # Matrices that vLLM needs as plain numbers: kv_b joined from k and v and absorbed into queries,
 # the index keys' projection built without quantization, the router in full precision.
-DEQUANTIZED = ("attn_k_b", "attn_v_b", "indexer.attn_k", "indexer.proj", "ffn_gate_inp")
+DEQUANTIZED = (
+    "attn_k_b",
+    "attn_v_b",
+    "attn_kv_b",
+    "indexer.attn_k",
+    "indexer.proj",
+    "ffn_gate_inp",
+)
 # Matrices that become one parameter: its rows are as wide as those of its widest part.
 FUSED = (
     ("attn_q_a", "attn_kv_a_mqa"),

@@ -12,6 +12,7 @@ from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
 from glm5lab.loading.names import BLOCK_NAME, split_names
 from glm5lab.loading.reconcile import missing_tensors, sentences
 from glm5lab.loading.table import name_table
+from glm5lab.views.inspection import notes
 from glm5lab.views.tables import human_bytes
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def names_text(names: NameMap, tensors: bool = False) -> str:
     lines = unfolded(names) if tensors else folded(loaded, names.gpu)
     lines += dropped_lines(table)
     shown = names.problems if tensors else fold_sentences(names.problems)
-    lines += [*summary(names), *(f"warning: {warning}" for warning in names.model.warnings)]
+    lines += [*summary(names), *(f"note: {note}" for note in notes(names.model))]
     lines += [f"problem: {problem}" for problem in shown]
     return "\n".join(lines)
 
@@ -123,7 +124,7 @@ def unfolded(names: NameMap) -> list[str]:
     for column in ("nbytes", "rank_bytes"):
         text[column] = table[column].astype(str)
     if names.pp > 1:
-        text["stage"] = table["stage"].where(table["stage"] >= 0).astype("Int64").astype("str")
+        text["stage"] = table["stage"].astype(str).where(table["stage"] >= 0, "")
     return columns([tuple(text.columns), *text.itertuples(index=False, name=None)])
 
 
@@ -220,7 +221,7 @@ def map_json(
         "device": "gpu" if names.gpu else "cpu",
         "tensors": table.to_dict("records"),
         "stage_bytes": names.stage_bytes(),
-        "warnings": names.model.warnings,
+        "warnings": notes(names.model),
         "missing": names.missing,
         "problems": names.problems,
     }
