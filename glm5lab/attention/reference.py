@@ -7,6 +7,10 @@ same signatures and are tested against them. Sources: DeepSeek-V3.2-Exp's techni
 
 import torch
 
+# One fp8_ds_mla row: 512 e4m3 values, 4 float32 scales for 128 of them each, 64 bf16 values.
+FP8_LATENT, FP8_GROUP, FP8_ROPE = 512, 128, 64
+FP8_ROW_BYTES = FP8_LATENT + 4 * (FP8_LATENT // FP8_GROUP) + 2 * FP8_ROPE
+
 
 def check_sparse_mla_arguments(
     q: torch.Tensor,
@@ -15,12 +19,15 @@ def check_sparse_mla_arguments(
     lengths: torch.Tensor | None,
     d_v: int,
     out: torch.Tensor | None,
+    check: bool = False,
 ) -> None:
     """Raise ValueError naming the first argument of `sparse_mla` that does not fit."""
     if q.dim() != 3:
         raise ValueError(f"q: expected [tokens, heads, width], got shape {tuple(q.shape)}")
     tokens, heads, width = q.shape
-    if kv.dim() not in (2, 3) or kv.shape[-1] != width:
+    if kv.dtype == torch.uint8:
+        _check_fp8_rows(kv, width, d_v)
+    elif kv.dim() not in (2, 3) or kv.shape[-1] != width:
         raise ValueError(
             f"kv: expected [rows, {width}] or [pages, page_size, {width}] "
             f"(the width of q), got shape {tuple(kv.shape)}"
@@ -37,6 +44,48 @@ def check_sparse_mla_arguments(
         raise ValueError(f"lengths: expected [{tokens}], got shape {tuple(lengths.shape)}")
     if out is not None and out.shape != (tokens, heads, d_v):
         raise ValueError(f"out: expected [{tokens}, {heads}, {d_v}], got shape {tuple(out.shape)}")
+    if check:
+        _check_slots(indices, kv.shape[0] if kv.dim() == 2 else kv.shape[0] * kv.shape[1])
+
+
+def _check_fp8_rows(kv: torch.Tensor, width: int, d_v: int) -> None:
+    if kv.dim() not in (2, 3) or kv.shape[-1] != FP8_ROW_BYTES:
+        raise ValueError(
+            f"kv: expected fp8_ds_mla rows of {FP8_ROW_BYTES} bytes, got shape {tuple(kv.shape)}"
+        )
+    if (width, d_v) != (FP8_LATENT + FP8_ROPE, FP8_LATENT):
+        raise ValueError(
+            f"q: fp8_ds_mla rows need a width of {FP8_LATENT + FP8_ROPE} and d_v {FP8_LATENT}, "
+            f"got {width} and {d_v}"
+        )
+
+
+def _check_slots(indices: torch.Tensor, slots: int) -> None:
+    wrong = (indices < -1) | (indices >= slots)
+    if bool(wrong.any()):
+        token, place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"indices[{token}, {place}] is {int(indices[token, place])}: expected -1 (empty) or a "
+            f"slot below {slots}, the size of kv"
+        )
+
+
+def unpack_fp8_rows(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values of fp8_ds_mla rows.
+
+    Args:
+        rows: uint8 [..., 656]: 512 e4m3 values, 4 float32 scales (one for 128 values each, in
+            order), 64 bfloat16 values.
+        dtype: floating dtype of the result.
+
+    Returns:
+        [..., 576]: latent (value times scale) and rotary part.
+    """
+    latent, scales, rope = rows.split([FP8_LATENT, 16, 2 * FP8_ROPE], dim=-1)
+    values = latent.contiguous().view(torch.float8_e4m3fn).to(dtype)
+    groups = values.unflatten(-1, (-1, FP8_GROUP))
+    scaled = groups * scales.contiguous().view(torch.float32).to(dtype)[..., None]
+    return torch.cat([scaled.flatten(-2), rope.contiguous().view(torch.bfloat16).to(dtype)], -1)
 
 
 def gather_rows(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -64,6 +113,7 @@ def sparse_mla(
     lengths: torch.Tensor | None = None,
     d_v: int = 512,
     out: torch.Tensor | None = None,
+    check: bool = False,
     tokens_at_once: int = 128,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query token over its own list of cached latent rows.
@@ -73,12 +123,13 @@ def sparse_mla(
     Args:
         q: [T, H, D] queries in latent space, D = latent + rope (576 for GLM-5).
         kv: cached rows [S, D], or pages [P, page_size, D]; slot s is row s, or
-            page s // page_size, row s % page_size.
+            page s // page_size, row s % page_size. Or fp8_ds_mla: uint8, rows of 656 bytes.
         indices: [T, K] integer slots; -1 marks an empty place, anywhere in the row.
         scale: factor on the scores, (nope + rope) ** -0.5 for GLM-5.
         lengths: [T] integers; token t attends to its first lengths[t] places only.
         d_v: width of the values, the first d_v columns of a row (512 for GLM-5).
         out: [T, H, d_v], written in place when given.
+        check: raise when a slot lies outside kv.
         tokens_at_once: query tokens whose rows are gathered together, to bound memory.
 
     Returns:
@@ -88,7 +139,7 @@ def sparse_mla(
     Raises:
         ValueError: an argument has the wrong shape or dtype; the message names it.
     """
-    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out)
+    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check)
     tokens, heads, _ = q.shape
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     result = q.new_empty(tokens, heads, d_v) if out is None else out
@@ -99,7 +150,8 @@ def sparse_mla(
         filled = indices[part] >= 0
         if lengths is not None:
             filled &= place < lengths[part, None]
-        rows = gather_rows(kv, indices[part].clamp_min(0)).to(compute)
+        rows = gather_rows(kv, indices[part].clamp_min(0))
+        rows = unpack_fp8_rows(rows, compute) if rows.dtype == torch.uint8 else rows.to(compute)
         # An empty place gathers row 0, which may hold anything, NaN included.
         rows = rows.masked_fill(~filled[..., None], 0.0)
         scores = torch.einsum("thd,tkd->thk", q[part].to(compute), rows) * scale

@@ -1,115 +1,197 @@
-"""Sparse MLA as a Triton kernel: one program a query token and block of heads.
+"""Sparse MLA as Triton kernels: one program a query token, block of heads and part of its rows.
 
-Same signature as `reference.sparse_mla`. The kernel walks a token's list of slots in blocks,
-gathers the latent rows, and keeps a running softmax (Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018). It runs on GPUs, and on CPUs under TRITON_INTERPRET=1.
+Same signature as `reference.sparse_mla`. A program walks its part of the token's list of slots in
+blocks, gathers the latent rows and keeps a running softmax (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018); where a token's list is split among programs, a second
+kernel merges their results ("Flash-Decoding", 2023). Runs on GPUs, and on CPUs under
+TRITON_INTERPRET=1.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention import triton_interpreted
+from glm5lab.attention.problem import Parts, Problem
 from glm5lab.attention.reference import check_sparse_mla_arguments
+from glm5lab.attention.sparse_mla_fp8 import attend_fp8
+from glm5lab.attention.tiles import (
+    INTERPRETER,
+    MAX_PARTS,
+    Device,
+    Tile,
+    device_of,
+    sparse_mla_parts,
+    sparse_mla_tile,
+)
 
-# The smallest tile that tl.dot accepts; eight heads a GPU are padded to it.
-MIN_BLOCK = 16
-ROWS_A_BLOCK = 32
+LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
-def _sparse_mla_kernel(
+@triton.jit(do_not_specialize=["heads", "top_k", "page_size", "part", "parts", "stride_it"])
+def _attend_kernel(
     q_ptr,
     kv_ptr,
     indices_ptr,
     lengths_ptr,
     out_ptr,
     lse_ptr,
-    scale,
+    scale_log2,
     heads,
     top_k,
     page_size,
+    part,
+    parts,
     stride_qt,
     stride_qh,
     stride_page,
     stride_row,
     stride_it,
     stride_ot,
+    stride_op,
     stride_oh,
-    stride_lt,
     D_V: tl.constexpr,
     D_ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAGED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
+    """Attend to rows in q's own dtype.
+
+    The values' columns lie in two halves of BLOCK_V, which needs fewer registers than one tile
+    (198 a thread instead of 255, compiled for sm_90).
+    """
+    if LAUNCH_DEPENDENTS:
+        gdc_launch_dependents()
     i_t = tl.program_id(0).to(tl.int64)
+    i_p = tl.program_id(2)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_v = tl.arange(0, BLOCK_V)
     o_r = tl.arange(0, BLOCK_R)
-    m_h = o_h < heads
-    m_v = o_v < D_V
-    m_r = o_r < D_ROPE
-
-    # [BLOCK_H, BLOCK_V] and [BLOCK_H, BLOCK_R]
-    p_q = q_ptr + i_t * stride_qt + o_h[:, None] * stride_qh
-    b_q = tl.load(p_q + o_v[None, :], mask=m_h[:, None] & m_v[None, :], other=0.0)
-    if D_ROPE > 0:
-        b_q_rope = tl.load(p_q + D_V + o_r[None, :], mask=m_h[:, None] & m_r[None, :], other=0.0)
-        if DOT_FP32:
-            b_q_rope = b_q_rope.to(tl.float32)
-    if DOT_FP32:
-        b_q = b_q.to(tl.float32)
+    o_k = tl.arange(0, BLOCK_K)
+    m_h = o_h[:, None] < heads
+    m_v0 = o_v[None, :] < D_V
+    m_v1 = o_v[None, :] + BLOCK_V < D_V
+    m_r = o_r[None, :] < D_ROPE
 
     length = top_k
     if HAS_LENGTHS:
         length = tl.minimum(top_k, tl.load(lengths_ptr + i_t))
+    start = i_p * part
+    end = tl.minimum(start + part, length)
+    # The next block's slots are loaded a step ahead: a load inside the gather's own step would keep
+    # Triton from pipelining the gather.
+    p_i = indices_ptr + i_t * stride_it
+    b_slot = tl.load(p_i + start + o_k, mask=start + o_k < end, other=-1)
+
+    # [BLOCK_H, BLOCK_V] twice and [BLOCK_H, BLOCK_R]
+    p_q = q_ptr + i_t * stride_qt + o_h[:, None] * stride_qh
+    b_q0 = tl.load(p_q + o_v[None, :], mask=m_h & m_v0, other=0.0)
+    b_q1 = tl.load(p_q + BLOCK_V + o_v[None, :], mask=m_h & m_v1, other=0.0)
+    if DOT_FP32:
+        b_q0, b_q1 = b_q0.to(tl.float32), b_q1.to(tl.float32)
+    if D_ROPE > 0:
+        b_qr = tl.load(p_q + D_V + o_r[None, :], mask=m_h & m_r, other=0.0)
+        if DOT_FP32:
+            b_qr = b_qr.to(tl.float32)
 
     b_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_H], tl.float32)
-    b_acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
-    for start in range(0, length, BLOCK_K):
-        o_k = start + tl.arange(0, BLOCK_K)
-        # A cache may exceed 2**31 bytes: slots become int64 before they are multiplied.
-        b_slot = tl.load(indices_ptr + i_t * stride_it + o_k, mask=o_k < length, other=-1).to(
-            tl.int64
-        )
+    b_acc0 = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    b_acc1 = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    for block in tl.range(start, end, BLOCK_K, num_stages=STAGES):
         m_k = b_slot >= 0
-        b_slot = tl.where(m_k, b_slot, 0)
-        p_kv = kv_ptr + (b_slot // page_size) * stride_page + (b_slot % page_size) * stride_row
-        # [BLOCK_K, BLOCK_V] and [BLOCK_K, BLOCK_R]
-        b_v = tl.load(p_kv[:, None] + o_v[None, :], mask=m_k[:, None] & m_v[None, :], other=0.0)
+        # A cache may exceed 2**31 bytes: slots become int64 before they are multiplied.
+        b_row = tl.where(m_k, b_slot, 0).to(tl.int64)
+        if PAGED:
+            b_row = (b_row // page_size) * stride_page + (b_row % page_size) * stride_row
+        else:
+            b_row = b_row * stride_row
+        p_kv = kv_ptr + b_row[:, None]
+        # [BLOCK_K, BLOCK_V] twice and [BLOCK_K, BLOCK_R]; empty places read nothing
+        b_v0 = tl.load(p_kv + o_v[None, :], mask=m_k[:, None] & m_v0, other=0.0)
+        b_v1 = tl.load(p_kv + BLOCK_V + o_v[None, :], mask=m_k[:, None] & m_v1, other=0.0)
         if DOT_FP32:
-            b_v = b_v.to(tl.float32)
-        b_s = tl.dot(b_q, tl.trans(b_v), input_precision="ieee")
+            b_v0, b_v1 = b_v0.to(tl.float32), b_v1.to(tl.float32)
+        b_s = tl.dot(b_q0, tl.trans(b_v0), input_precision="ieee")
+        b_s = tl.dot(b_q1, tl.trans(b_v1), b_s, input_precision="ieee")
         if D_ROPE > 0:
-            b_rope = tl.load(
-                p_kv[:, None] + D_V + o_r[None, :], mask=m_k[:, None] & m_r[None, :], other=0.0
-            )
+            b_r = tl.load(p_kv + D_V + o_r[None, :], mask=m_k[:, None] & m_r, other=0.0)
             if DOT_FP32:
-                b_rope = b_rope.to(tl.float32)
-            b_s += tl.dot(b_q_rope, tl.trans(b_rope), input_precision="ieee")
-        b_s = tl.where(m_k[None, :], b_s * scale, float("-inf"))
+                b_r = b_r.to(tl.float32)
+            b_s = tl.dot(b_qr, tl.trans(b_r), b_s, input_precision="ieee")
+        o_next = block + BLOCK_K + o_k
+        b_slot = tl.load(p_i + o_next, mask=o_next < end, other=-1)
 
+        b_s = tl.where(m_k[None, :], b_s * scale_log2, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         # While every place so far is empty the maximum is -inf, and -inf - -inf is NaN.
         b_ref = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp(b_s - b_ref[:, None])
-        b_old = tl.exp(b_max - b_ref)
+        b_p = tl.exp2(b_s - b_ref[:, None])
+        b_old = tl.exp2(b_max - b_ref)
         b_sum = b_sum * b_old + tl.sum(b_p, 1)
-        b_acc = b_acc * b_old[:, None]
-        b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+        b_w = b_p.to(b_v0.dtype)
+        b_acc0 = tl.dot(b_w, b_v0, b_acc0 * b_old[:, None], input_precision="ieee")
+        b_acc1 = tl.dot(b_w, b_v1, b_acc1 * b_old[:, None], input_precision="ieee")
         b_max = b_new
 
     m_any = b_sum > 0
-    b_out = b_acc / tl.where(m_any, b_sum, 1.0)[:, None]
-    b_lse = tl.where(m_any, b_max + tl.log(tl.where(m_any, b_sum, 1.0)), float("-inf"))
-    p_out = out_ptr + i_t * stride_ot + o_h[:, None] * stride_oh + o_v[None, :]
-    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_h[:, None] & m_v[None, :])
-    tl.store(lse_ptr + i_t * stride_lt + o_h, b_lse, mask=m_h)
+    b_scale = (1.0 / tl.where(m_any, b_sum, 1.0))[:, None]
+    b_lse = tl.where(m_any, (b_max + tl.log2(tl.where(m_any, b_sum, 1.0))) * LN2, float("-inf"))
+    p_out = out_ptr + i_t * stride_ot + i_p * stride_op + o_h[:, None] * stride_oh + o_v[None, :]
+    tl.store(p_out, (b_acc0 * b_scale).to(out_ptr.dtype.element_ty), mask=m_h & m_v0)
+    tl.store(p_out + BLOCK_V, (b_acc1 * b_scale).to(out_ptr.dtype.element_ty), mask=m_h & m_v1)
+    tl.store(lse_ptr + (i_t * parts + i_p) * heads + o_h, b_lse, mask=o_h < heads)
+
+
+@triton.jit(do_not_specialize=["heads", "parts"])
+def _merge_kernel(
+    part_out_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    heads,
+    parts,
+    stride_ot,
+    stride_oh,
+    D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    WAIT: tl.constexpr,
+):
+    """Merge parts: out = sum_p exp(lse_p - lse) out_p, lse = log sum_p exp(lse_p).
+
+    One program a token, head and block of columns. A part without a row has lse -inf and is not
+    read.
+    """
+    i_t = tl.program_id(0).to(tl.int64)
+    i_h = tl.program_id(1)
+    o_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_p = tl.arange(0, BLOCK_P)
+    o_part = (i_t * parts + o_p) * heads + i_h
+    if WAIT:
+        gdc_wait()
+    b_lse = tl.load(part_lse_ptr + o_part, mask=o_p < parts, other=float("-inf"))
+    b_max = tl.max(b_lse, 0)
+    b_ref = tl.where(b_max == float("-inf"), 0.0, b_max)
+    b_w = tl.exp(b_lse - b_ref)
+    b_sum = tl.sum(b_w, 0)
+    # [BLOCK_P, BLOCK_D]
+    m_part = (b_w > 0)[:, None] & (o_d < D_V)[None, :]
+    b_x = tl.load(part_out_ptr + o_part[:, None] * D_V + o_d[None, :], mask=m_part, other=0.0)
+    b_out = tl.sum(b_x * b_w[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
+    p_out = out_ptr + i_t * stride_ot + i_h * stride_oh + o_d
+    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=o_d < D_V)
+    b_total = tl.where(b_sum > 0, b_ref + tl.log(tl.where(b_sum > 0, b_sum, 1.0)), float("-inf"))
+    tl.store(lse_ptr + i_t * heads + i_h, b_total, mask=tl.program_id(2) == 0)
 
 
 def sparse_mla(
@@ -120,56 +202,165 @@ def sparse_mla(
     lengths: torch.Tensor | None = None,
     d_v: int = 512,
     out: torch.Tensor | None = None,
+    check: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query token over its own list of cached latent rows.
 
-    Arguments, result and errors are those of `reference.sparse_mla`, with two differences: q, kv
-    and out are float32, bfloat16 or float16, all three of one dtype; and the LSE is float32.
+    Arguments, result and errors are those of `reference.sparse_mla`, with two differences: q and
+    out are float32, bfloat16 or float16 and of one dtype with kv, unless kv is uint8 (fp8_ds_mla
+    rows, q then bfloat16 or float16); and the LSE is float32.
+
+    Args:
+        q: [T, H, D].
+        kv: [S, D], or pages [P, page_size, D] with any strides between pages and rows; uint8 rows
+            of 656 bytes stand for fp8_ds_mla.
+        indices: [T, K] int32 slots, -1 for an empty place.
+        scale: factor on the scores.
+        lengths: [T] integers, or None.
+        d_v: width of the values.
+        out: [T, H, d_v], written in place when given.
+        check: compare every slot with the cache's size first, which waits for the device.
+
+    Raises:
+        ValueError: an argument does not fit; with `check`, a slot outside the cache too.
     """
-    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out)
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"q: expected float32, bfloat16 or float16, got {q.dtype}")
-    if kv.dtype != q.dtype:
-        raise ValueError(f"kv: expected {q.dtype} (the dtype of q), got {kv.dtype}")
-    tokens, heads, width = q.shape
-    result = q.new_empty(tokens, heads, d_v) if out is None else out
-    if result.stride(-1) != 1:
-        raise ValueError("out: the last dimension must be contiguous")
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-    if tokens == 0:
+    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check)
+    _check_dtypes(q, kv, indices, lengths, out)
+    result = q.new_empty(*q.shape[:2], d_v) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if q.shape[0] == 0:
         return result, lse
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    indices = indices if indices.stride(-1) == 1 else indices.contiguous()
-    lengths = None if lengths is None else lengths.contiguous()
-    pages = kv if kv.dim() == 3 else kv[None]
-    rope = width - d_v
-    _sparse_mla_kernel[(tokens, triton.cdiv(heads, MIN_BLOCK))](
+    problem = Problem(
+        q if q.stride(-1) == 1 else q.contiguous(),
+        kv,
+        indices if indices.stride(-1) == 1 else indices.contiguous(),
+        None if lengths is None else lengths.contiguous(),
+        scale,
+        d_v,
+    )
+    device = INTERPRETER if triton_interpreted() else device_of(q.device.index or 0)
+    tile = sparse_mla_tile(device, problem.tokens, problem.heads, q.dtype.itemsize, problem.fp8)
+    parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
+    launch(problem, result, lse, device, tile, parts)
+    return result, lse
+
+
+def launch(
+    problem: Problem,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    device: Device,
+    tile: Tile,
+    parts: int,
+) -> None:
+    """Run the kernels with a given tile and number of parts.
+
+    Args:
+        problem: checked arguments.
+        out: [T, H, d_v], written.
+        lse: [T, H] float32, written.
+        device: decides whether the merge may be launched early.
+        tile: blocks, warps, stages.
+        parts: programs that share a token's list; 1 writes the result at once.
+    """
+    attend = attend_fp8 if problem.fp8 else _attend
+    blocks = triton.cdiv(max(problem.top_k, 1), tile.rows)
+    places = triton.cdiv(blocks, parts) * tile.rows
+    parts = triton.cdiv(blocks * tile.rows, places)
+    if parts == 1:
+        strides = (out.stride(0), 0, out.stride(1))
+        attend(problem, Parts(out, lse, strides, 1, places, False), tile)
+        return
+    shape = (problem.tokens, parts, problem.heads)
+    part_out = out.new_empty(*shape, problem.d_v, dtype=torch.float32)
+    part_lse = lse.new_empty(shape)
+    strides = (part_out.stride(0), part_out.stride(1), part_out.stride(2))
+    split = Parts(part_out, part_lse, strides, parts, places, device.dependent_launch)
+    attend(problem, split, tile)
+    _merge(problem, split, out, lse)
+
+
+def _merge(problem: Problem, split: Parts, out: torch.Tensor, lse: torch.Tensor) -> None:
+    block_d = min(256, triton.next_power_of_2(problem.d_v))
+    grid = (problem.tokens, problem.heads, triton.cdiv(problem.d_v, block_d))
+    _merge_kernel[grid](
+        split.out,
+        split.lse,
+        out,
+        lse,
+        problem.heads,
+        split.count,
+        out.stride(0),
+        out.stride(1),
+        D_V=problem.d_v,
+        BLOCK_D=block_d,
+        # Two capacities, so that another number of parts compiles nothing.
+        BLOCK_P=8 if split.count <= 8 else MAX_PARTS,
+        WAIT=split.early,
+        num_warps=4,
+        **({"launch_pdl": True} if split.early else {}),
+    )
+
+
+def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
+    q, pages, indices = problem.q, problem.pages, problem.indices
+    rope = q.shape[2] - problem.d_v
+    grid = (problem.tokens, triton.cdiv(problem.heads, tile.heads), parts.count)
+    _attend_kernel[grid](
         q,
         pages,
         indices,
-        indices if lengths is None else lengths,
-        result,
-        lse,
-        scale,
-        heads,
-        indices.shape[1],
+        indices if problem.lengths is None else problem.lengths,
+        parts.out,
+        parts.lse,
+        problem.scale * LOG2E,
+        problem.heads,
+        problem.top_k,
         pages.shape[1],
+        parts.places,
+        parts.count,
         q.stride(0),
         q.stride(1),
         pages.stride(0),
         pages.stride(1),
         indices.stride(0),
-        result.stride(0),
-        result.stride(1),
-        lse.stride(0),
-        D_V=d_v,
+        *parts.strides,
+        D_V=problem.d_v,
         D_ROPE=rope,
-        BLOCK_H=MIN_BLOCK,
-        BLOCK_V=max(MIN_BLOCK, triton.next_power_of_2(d_v)),
-        BLOCK_R=max(MIN_BLOCK, triton.next_power_of_2(max(rope, 1))),
-        BLOCK_K=ROWS_A_BLOCK,
-        HAS_LENGTHS=lengths is not None,
+        BLOCK_H=tile.heads,
+        BLOCK_V=max(16, triton.next_power_of_2(problem.d_v) // 2),
+        BLOCK_R=max(16, triton.next_power_of_2(max(rope, 1))),
+        BLOCK_K=tile.rows,
+        STAGES=tile.stages,
+        PAGED=problem.paged,
+        HAS_LENGTHS=problem.lengths is not None,
+        LAUNCH_DEPENDENTS=parts.early,
         # Triton's interpreter multiplies bfloat16 wrongly, and its dot accumulates in fp32 anyway.
         DOT_FP32=triton_interpreted() or q.dtype == torch.float32,
+        num_warps=tile.warps,
+        **tile.options,
     )
-    return result, lse
+
+
+def _check_dtypes(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"q: expected float32, bfloat16 or float16, got {q.dtype}")
+    if kv.dtype == torch.uint8:
+        if q.dtype == torch.float32 and not triton_interpreted():
+            raise ValueError("q: expected bfloat16 or float16 beside fp8_ds_mla rows, got float32")
+    elif kv.dtype != q.dtype:
+        raise ValueError(f"kv: expected {q.dtype} (the dtype of q) or uint8, got {kv.dtype}")
+    if out is not None and out.dtype != q.dtype:
+        raise ValueError(f"out: expected {q.dtype} (the dtype of q), got {out.dtype}")
+    if out is not None and out.stride(-1) != 1:
+        raise ValueError("out: the last dimension must be contiguous")
+    named = {"kv": kv, "indices": indices, "lengths": lengths, "out": out}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} (that of q), got {tensor.device}")

@@ -1,0 +1,78 @@
+"""One sparse-MLA call as its kernels see it."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Checked arguments of `sparse_mla`.
+
+    Attributes:
+        q: [T, H, D], last dimension contiguous.
+        kv: [S, D] or [P, page_size, D] in q's dtype, or uint8 with rows of 656 bytes.
+        indices: [T, K] integer slots, rows contiguous.
+        lengths: [T] integers, contiguous, or None.
+        scale: factor on the scores.
+        d_v: width of the values.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    indices: torch.Tensor
+    lengths: torch.Tensor | None
+    scale: float
+    d_v: int
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.q.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.q.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.indices.shape[1]
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the rows are fp8_ds_mla."""
+        return self.kv.dtype == torch.uint8
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """The cache with its page dimension, one page where it has none."""
+        return self.kv if self.kv.dim() == 3 else self.kv[None]
+
+    @property
+    def paged(self) -> bool:
+        """Whether slots need a division: contiguous pages are rows at one stride."""
+        pages = self.pages
+        return self.kv.dim() == 3 and pages.stride(0) != pages.shape[1] * pages.stride(1)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the parts of a split token list are written.
+
+    Attributes:
+        out: [T, parts, H, d_v] float32, or the result [T, H, d_v] where there is one part.
+        lse: [T, parts, H] float32.
+        strides: of out: token, part, head.
+        count: programs that share a token's list.
+        places: places of the list that one of them walks.
+        early: whether the merge may be launched before they have ended.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    strides: tuple[int, int, int]
+    count: int
+    places: int
+    early: bool

@@ -1,0 +1,133 @@
+"""Block sizes, warps, stages and splits for the kernels, from the shapes and the device.
+
+Nothing is tuned while serving: each row of the tables was measured (the run lies in
+data/measurements/sparse_mla_tiles.json), and the first that fits the shared memory is taken.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+# Bytes of shared memory that one block may use (CUDA C++ programming guide, compute capabilities).
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What decides about tiles.
+
+    Attributes:
+        capability: major * 10 + minor, 90 for Hopper; 0 for Triton's interpreter.
+        multiprocessors: how many there are.
+        shared_memory: bytes that one block may use.
+    """
+
+    capability: int
+    multiprocessors: int
+    shared_memory: int
+
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether a kernel may start before its predecessor has ended (Hopper and later)."""
+        return self.capability >= 90
+
+    @property
+    def converts_fp8(self) -> bool:
+        """Whether there is an instruction from e4m3 to fp16 (Ada and later)."""
+        return self.capability >= 89
+
+
+# The interpreter runs program after program: more splits only take longer.
+INTERPRETER = Device(0, 1, 1 << 20)
+
+
+@cache
+def device_of(index: int) -> Device:
+    """The tiles' view of CUDA device `index`."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    limit = getattr(properties, "shared_memory_per_block_optin", None)
+    capability = properties.major * 10 + properties.minor
+    if limit is None:
+        limit = max((v for k, v in SHARED_MEMORY.items() if k <= capability), default=49_152)
+    return Device(capability, properties.multi_processor_count, limit)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One configuration of a sparse-MLA kernel.
+
+    Attributes:
+        heads: query heads a program, padded (a power of two).
+        rows: cached rows a step.
+        warps, stages: as Triton names them.
+        shared_memory: bytes that it needs (compiled for sm_90; sm_120 needs no more).
+        max_registers: cap a thread, where more programs at once are worth the spills; else None.
+    """
+
+    heads: int
+    rows: int
+    warps: int
+    stages: int
+    shared_memory: int
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Further launch options of Triton."""
+        return {} if self.max_registers is None else {"maxnreg": self.max_registers}
+
+
+# Sparse MLA over 16-bit rows: heads a program -> (tokens from which a row holds, tile). Of the rows
+# that hold, the first that fits the device's shared memory is taken.
+_ROWS_16_BIT = {
+    8: (
+        (128, Tile(8, 64, 4, 2, 83_968)),
+        (32, Tile(8, 64, 8, 2, 83_968)),
+        (0, Tile(8, 32, 4, 3, 83_456)),
+    ),
+    16: ((0, Tile(16, 32, 4, 2, 56_320)),),
+    64: (
+        (8, Tile(64, 64, 8, 2, 221_184)),
+        (8, Tile(32, 32, 4, 2, 75_776)),
+        (0, Tile(16, 32, 4, 2, 56_320)),
+    ),
+}
+_ROWS_32_BIT = Tile(16, 16, 4, 1, 90_112)
+# fp8_ds_mla rows. Eight heads: two registers a thread are spilled for a third program a
+# multiprocessor, which is 10 % faster at 1024 tokens.
+_ROWS_FP8 = {8: Tile(8, 32, 4, 1, 44_032, 168), 16: Tile(16, 32, 4, 1, 55_296)}
+_INTERPRETED = Tile(16, 32, 1, 1, 0)
+MAX_PARTS = 64
+
+
+def sparse_mla_tile(device: Device, tokens: int, heads: int, itemsize: int, fp8: bool) -> Tile:
+    """The tile of a sparse-MLA launch.
+
+    Args:
+        device: where it runs.
+        tokens: query tokens.
+        heads: query heads on this device.
+        itemsize: bytes of a query element.
+        fp8: rows are fp8_ds_mla.
+    """
+    if device == INTERPRETER:
+        return _INTERPRETED
+    if fp8:
+        return _ROWS_FP8[8 if heads <= 8 else 16]
+    if itemsize == 4:
+        return _ROWS_32_BIT
+    rows = _ROWS_16_BIT[8 if heads <= 8 else 16 if heads <= 16 else 64]
+    fitting = (
+        tile
+        for least, tile in rows
+        if tokens >= least and tile.shared_memory <= device.shared_memory
+    )
+    return next(fitting, rows[-1][1])
+
+
+def sparse_mla_parts(device: Device, tile: Tile, tokens: int, heads: int, top_k: int) -> int:
+    """How many programs share a token's list: two programs a multiprocessor, a power of two."""
+    programs = tokens * -(-heads // tile.heads)
+    wanted = min(2 * device.multiprocessors // programs, -(-top_k // tile.rows), MAX_PARTS)
+    return 1 << max(wanted, 1).bit_length() - 1
