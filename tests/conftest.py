@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,17 @@ from glm5lab.gguf.sample import write_sample
 # A shell ignores SIGINT for its background jobs, and every child would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_from_outside() -> Iterator[None]:
+    """Tests choose their own proxies, Hub and limits; the user's would lead them elsewhere."""
+    ours = {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "GLM5LAB_HEADER_LIMIT"}
+    with pytest.MonkeyPatch.context() as environment:
+        for name in list(os.environ):
+            if name in ours or name.lower().endswith("_proxy"):
+                environment.delenv(name)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

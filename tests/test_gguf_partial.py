@@ -65,6 +65,21 @@ def test_header_alone(tmp_path: Path, sample_f32: Path) -> None:
             model.dequantize("output_norm.weight")
 
 
+def test_every_cut_shard_of_a_set_is_named(tmp_path: Path) -> None:
+    """A shard whose weights are all cut away does not hide that another one is damaged."""
+    for number, left in (("1", 0), ("2", 40), ("3", 64)):
+        infos = [tensor(f"{number}{name}", (8,), 0, 32 * i) for i, name in enumerate("ab")]
+        path = tmp_path / f"m-0000{number}-of-00003.gguf"
+        write(path, header([ARCH], infos), b"\0" * left)
+    model = open_gguf(tmp_path, allow_truncated=True)
+    assert model.header_only
+    assert [warning.partition(": truncated")[0] for warning in model.warnings] == [
+        "m-00001-of-00003.gguf",
+        "m-00002-of-00003.gguf",
+    ]
+    assert open_gguf(tmp_path, header_only=True).warnings == []
+
+
 def test_header_alone_without_its_padding(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(header([ARCH], [tensor("a", (8,), 0, 0)]))

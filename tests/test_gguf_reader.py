@@ -9,11 +9,13 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pandas as pd
 import pytest
 from gguf_bytes import header, key, string, tensor, text_key, write
 
 from glm5lab.errors import InputError
 from glm5lab.gguf.reader import open_gguf
+from glm5lab.loading.names import split_names
 
 ARCH = text_key("general.architecture", "glm-dsa")
 
@@ -158,3 +160,27 @@ def test_reader_is_light() -> None:
         "sys.exit(str(bad) if bad else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "role"),
+    [
+        ("blk.0.a.weight", 0, "a.weight"),
+        ("blk.78.a", 78, "a"),
+        ("blk.01.a", None, "blk.01.a"),
+        ("blk.².a", None, "blk.².a"),
+        ("blk.1234567890.a", None, "blk.1234567890.a"),
+        ("blk.3.", None, "blk.3."),
+        ("ablk.3.a", None, "ablk.3.a"),
+        ("output.weight", None, "output.weight"),
+    ],
+)
+def test_block_and_role_are_the_same_everywhere(
+    tmp_path: Path, name: str, layer: int | None, role: str
+) -> None:
+    """The reader's table and the table of names split a tensor's name alike."""
+    head = header([text_key("general.architecture", "glm-dsa")], [tensor(name, (8,), 0, 0)])
+    found = open_gguf(write(tmp_path / "a.gguf", head, b"\0" * 32)).tensors[name]
+    row = split_names([name]).astype(object).to_dict("records")[0]
+    assert (found.layer, found.role) == (layer, role)
+    assert (None if row["layer"] is pd.NA else row["layer"], row["role"]) == (layer, role)

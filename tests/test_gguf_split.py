@@ -102,6 +102,10 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: write(f / "m-00003-of-00003.gguf", header([text_key("split.no", "third")], [])),
         "split.no is 'third', not a number of shards",
     ),
+    "truth for a number": (
+        lambda f: write(f / "m-00003-of-00003.gguf", header([key("split.count", 7, b"\1")], [])),
+        "split.count is True, not a number of shards",
+    ),
     "byte order": (
         lambda f: (f / "m-00003-of-00003.gguf").write_bytes(
             struct.pack(">4sIQQ", b"GGUF", 3, 0, 0)

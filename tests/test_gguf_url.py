@@ -12,13 +12,6 @@ from glm5lab.gguf.reader import open_gguf
 from glm5lab.gguf.url import HubPath, RemoteFile, is_url, local_path, parse_url
 
 
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch):
-    for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "http_proxy", "https_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-
-
 def web_file(url: str | Path) -> RemoteFile:
     place = parse_url(url)
     assert isinstance(place, RemoteFile)
@@ -45,6 +38,10 @@ def hub_path(url: str) -> HubPath:
         ("hf://owner", r"not a file on the Hub; write hf://OWNER"),
         ("hf://owner/../../x.gguf", "not a file on the Hub"),
         ("hf://ow%ner/repo/x.gguf", "no repository name"),
+        ("https://h/\udcff.gguf", "https://h/\ufffd.gguf: not a URL: it is not UTF-8; write"),
+        ("https://h/a.gguf?\udcff", "https://h/a.gguf: not a URL"),
+        ("https://\udcff/a.gguf", "not a URL"),
+        ("hf://owner/repo/\udcff.gguf", "not a file on the Hub"),
     ],
 )
 def test_unusable_urls(url, message):
@@ -73,6 +70,14 @@ def test_names_of_urls():
     assert hub_path("hf://o/r/x@v1.gguf").path == "x@v1.gguf"
     with pytest.raises(InputError, match=r"hf://o/r/x.gguf: is a URL; serve needs.*download it"):
         local_path("hf://o/r/x.gguf", "serve")
+
+
+@pytest.mark.parametrize("value", ["https://host:port", "https://[1", "https://h/\udcff", "hub"])
+def test_unusable_endpoints(value, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", value)
+    for url in ("hf://o/r/a.gguf", "https://host.invalid/a.gguf"):
+        with pytest.raises(InputError, match=r"HF_ENDPOINT: .* is no URL; unset it"):
+            open_gguf(url)
 
 
 @pytest.mark.parametrize("command", ["prepare", "check", "serve", "demo"])

@@ -11,6 +11,7 @@ Numbers are little endian, or big endian throughout: the version tells, since it
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from glm5lab.errors import brief
 from glm5lab.gguf.cursor import Cursor
 from glm5lab.gguf.not_gguf import DOWNLOAD_AGAIN, what_is_it
 from glm5lab.gguf.source import Source
@@ -79,8 +80,9 @@ def parse_header(source: Source) -> Header:
     tensors = [_tensor_info(cursor, i) for i in range(n_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     # llama.cpp demands a power of two, though the specification says a multiple of 8.
-    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two as in ggml")
+    whole = isinstance(alignment, int) and not isinstance(alignment, bool)
+    if not whole or alignment <= 0 or alignment & (alignment - 1):
+        raise cursor.fail(f"general.alignment is {brief(alignment)}, not a power of two as in ggml")
     start = -(-cursor.pos // alignment) * alignment
     order: Literal["little", "big"] = "little" if cursor.order == "<" else "big"
     return Header(version, order, metadata, types, tensors, alignment, start)

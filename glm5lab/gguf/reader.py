@@ -196,13 +196,14 @@ def open_sources(
     headers = [parse_header(source) for source in sources]
     warnings = check_numbers(shards, headers)
     located: list[list[Tensor]] = []
+    bare = header_only
     for index, (source, header) in enumerate(zip(sources, headers, strict=True)):
         tensors, cut = locate(header, source.size, shards[index], index)
         located.append(tensors)
         if cut and not header_only:
             if not allow_truncated:
                 raise cut
-            header_only = header_only or source.size <= header.data_start
+            bare = bare or source.size <= header.data_start
             warnings.append(f"{shards[index].name}: {cut.cause}")
     table = merge(shards, located)
     warnings += check_total(shards, headers, len(table))
@@ -215,7 +216,7 @@ def open_sources(
         table,
         warnings,
         first.byte_order,
-        header_only,
+        bare,
     )
 
 

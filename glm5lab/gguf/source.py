@@ -15,6 +15,7 @@ from glm5lab.errors import InputError
 # Far above any header in use: a vocabulary of 154,880 with merges takes some 10 MiB. Text may take
 # four times its bytes as Python strings, so a hostile header of this size needs about 400 MB.
 LOCAL_LIMIT_MIB = 64
+LEAST_LIMIT_MIB, MOST_LIMIT_MIB = 0.001, 1 << 20
 
 
 class Source(Protocol):
@@ -51,10 +52,10 @@ def header_limit(default_mib: int) -> int:
     text = os.environ.get("GLM5LAB_HEADER_LIMIT", "").strip() or str(default_mib)
     try:
         limit = float(text) * (1 << 20)
-        if not 0 < limit < 1 << 40:
+        if not LEAST_LIMIT_MIB <= limit / (1 << 20) <= MOST_LIMIT_MIB:
             raise ValueError("out of range")
     except ValueError as error:
-        cause = f"{text!r} is no number of MiB"
+        cause = f"{text!r} is no number of MiB from {LEAST_LIMIT_MIB:g} to {MOST_LIMIT_MIB}"
         raise InputError("GLM5LAB_HEADER_LIMIT", cause, "unset it, or use 48") from error
     return int(limit)
 

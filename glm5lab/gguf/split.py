@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from glm5lab.errors import InputError
+from glm5lab.errors import InputError, brief
 from glm5lab.gguf.header import DOWNLOAD_AGAIN, Header
 from glm5lab.gguf.tensors import Tensor
 
@@ -60,9 +60,8 @@ def _integer(path: PurePath, header: Header, key: str) -> int | None:
     value = header.metadata.get(key)
     if value is None:
         return None
-    if not isinstance(value, int) or not 0 <= value < 1 << 31:
-        shown = f"{value!r}"[:60]
-        raise InputError(path, f"{key} is {shown}, not a number of shards", DOWNLOAD_AGAIN)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+        raise InputError(path, f"{key} is {brief(value)}, not a number of shards", DOWNLOAD_AGAIN)
     return value
 
 

@@ -9,7 +9,9 @@ from pathlib import PurePath
 from glm5lab.errors import InputError
 from glm5lab.gguf.header import DOWNLOAD_AGAIN, Header, TensorInfo
 
-BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
+# Block and role. Names are untrusted: "blk.².x" has a digit that is no number, "blk.01.x" is not
+# what anybody writes; nine digits at most, so that the number fits every integer type.
+BLOCK_NAME = re.compile(r"\Ablk\.(0|[1-9][0-9]{0,8})\.(.+)\Z")
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,14 @@ class Tensor:
     @property
     def layer(self) -> int | None:
         """Block number, or None for tensors outside the blocks."""
-        # Names are untrusted: "blk.²." has a digit that is no number, others have thousands.
-        match = BLOCK.match(self.name)
+        match = BLOCK_NAME.match(self.name)
         return int(match[1]) if match else None
 
     @property
     def role(self) -> str:
         """The name without its block: `ffn_gate_exps.weight`."""
-        return self.name if self.layer is None else self.name.split(".", 2)[2]
+        match = BLOCK_NAME.match(self.name)
+        return match[2] if match else self.name
 
 
 def locate(

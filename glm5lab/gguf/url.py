@@ -125,7 +125,7 @@ def origin(url: str) -> tuple[str, str, int]:
 
 def shown(url: str) -> str:
     """A URL without user, password, query, fragment, and what a terminal would obey."""
-    url = "".join(c if c.isprintable() else "?" for c in url)
+    url = "".join(c if c.isprintable() else "\ufffd" for c in url)
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -137,8 +137,13 @@ def shown(url: str) -> str:
 def endpoint() -> str:
     """The Hub's address, HF_ENDPOINT or the public one, without a slash at the end."""
     value = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or DEFAULT_ENDPOINT
-    if not re.match(r"https?://[^/]", value):
-        raise InputError("HF_ENDPOINT", f"{value!r} is no URL", "unset it, or use https://HOST")
+    try:
+        value.encode()  # the environment may hold bytes that are no text
+        if origin(value)[0] not in ("http", "https") or not origin(value)[1]:
+            raise ValueError("no scheme or host")
+    except ValueError as error:
+        fix = "unset it, or use https://HOST"
+        raise InputError("HF_ENDPOINT", f"{value!r} is no URL", fix) from error
     return value
 
 
@@ -168,10 +173,12 @@ def _straight(file: str | Path) -> str:
 
 def _http_file(text: str) -> RemoteFile:
     try:
+        text.encode()  # an argument may hold bytes that are no text
         parts = urlsplit(text)
         has_host = bool(parts.hostname) and parts.port != 0
     except ValueError as error:
-        raise InputError(shown(text), f"not a URL: {error}", "write https://HOST/PATH") from error
+        why = "it is not UTF-8" if isinstance(error, UnicodeError) else error
+        raise InputError(shown(text), f"not a URL: {why}", "write https://HOST/PATH") from error
     if not has_host or any(c.isspace() or not c.isprintable() for c in parts.netloc):
         raise InputError(shown(text), "not a URL: no host in it", "write https://HOST/PATH")
     user, at, host = parts.netloc.rpartition("@")

@@ -5,11 +5,12 @@ Names are matched whole and renamed by whole components, never by substrings: a 
 glm-dsa), transformers' GlmMoeDsaForCausalLM, vLLM's DeepseekV2ForCausalLM.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from glm5lab.gguf.tensors import BLOCK_NAME
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,8 +84,6 @@ EXPERTS = {
 ROPE_FREQS = "rotary frequencies are computed from rope.freq_base"
 MTP = "multi-token-prediction block, not used without MTP"
 SHARED_INDEXER = "the layer shares the top-k of an earlier layer"
-# Nine digits at most, so that the number fits every integer type.
-BLOCK_NAME = re.compile(r"\Ablk\.(0|[1-9][0-9]{0,8})\.(.+)\Z")
 
 
 @dataclass(frozen=True)

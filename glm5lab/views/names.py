@@ -9,7 +9,8 @@ from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.kernels import gpu_here
 from glm5lab.gguf.layer_ranges import layer_ranges
 from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
-from glm5lab.loading.names import BLOCK_NAME, split_names
+from glm5lab.gguf.tensors import BLOCK_NAME
+from glm5lab.loading.names import split_names
 from glm5lab.loading.reconcile import missing_tensors, sentences
 from glm5lab.loading.table import name_table
 from glm5lab.views.inspection import notes
