@@ -147,8 +147,9 @@ def plan(
         Literal["auto", "bf16", "fp8_ds_mla"], typer.Option(help="Rows of the cache.")
     ] = "auto",
     utilization: Annotated[
-        float, typer.Option(help="The part of a GPU's memory that vLLM takes.")
-    ] = 0.92,
+        float | None,
+        typer.Option(help="The part of a GPU's memory that vLLM takes. Default: vLLM's own."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Layer 1: does the file fit on these GPUs, spread how, with how many tokens."""

@@ -36,7 +36,7 @@ def gib_for(model, tp, pp, spare=0):
     """GiB of a card such that the model's fullest rank has `spare` bytes for the cache."""
     config = {**hf_config(model), "dtype": "bfloat16"}
     split = evaluate(model, config, Card(64.0, 1.0), ("bf16",), tp, pp, 1, 4096)
-    return (64 * GIB - split.room(Card(64.0, 1.0)) + spare) / GIB
+    return (split.used + spare) / GIB
 
 
 def test_rows_are_those_of_vllms_caches(full):
@@ -129,7 +129,7 @@ def test_no_context_means_as_long_as_fits(full):
     assert plan.fits
     assert 2944 <= cache.context <= cache.tokens < 3200
     assert not make_plan(full, 1, needs / GIB, utilization=1.0, context=4096).fits
-    assert plan.best.options[-2:] == ["--max-model-len", str(cache.context)]
+    assert plan.best.options(plan.card)[-2:] == ["--max-model-len", str(cache.context)]
 
 
 def test_stages_begin_where_an_indexer_is(shared):
@@ -185,7 +185,7 @@ def test_slices_across_block_borders_become_whole_experts(sample_mix):
     model = open_gguf(sample_mix)
     split = evaluate(model, hf_config(model), Card(64.0), ("bf16",), 2, 1)
     assert split.expert_parallel
-    assert "--enable-expert-parallel" in split.options
+    assert "--enable-expert-parallel" in split.options(Card(64.0))
     assert any("ffn_down_shexp" in problem for problem in split.problems)
     for name, tensor in model.tensors.items():
         if "_shexp" in name:
@@ -202,6 +202,7 @@ def test_slices_across_block_borders_become_whole_experts(sample_mix):
         ({"gpu_memory_gib": float("nan")}, "gpu memory nan"),
         ({"context": 4097}, "1 to 4096 tokens"),
         ({"utilization": 1.5}, "utilization 1.5"),
+        ({"utilization": 0.0}, "utilization 0.0"),
         ({"kv_dtype": "int3"}, "kv dtype 'int3'"),
     ],
 )
@@ -215,7 +216,8 @@ def test_the_command_answers_yes_no_and_in_json(sample_f32, sample_share):
     yes = run(app, ["plan", str(sample_f32), "--gpus", "2", "--gpu-memory", "8"])
     assert yes.exit_code == 0, yes.output
     assert "fits: tp 2" in yes.output
-    assert "vllm serve FILE --tensor-parallel-size 2 --max-model-len 4096" in yes.output
+    line = "vllm serve FILE --tensor-parallel-size 2 --kv-cache-dtype bfloat16"
+    assert f"{line} --max-model-len 4096" in yes.output
     no = run(app, ["plan", str(sample_f32), "--gpus", "1", "--gpu-memory", "0.5"])
     assert no.exit_code == 1
     assert "GiB are missing on each GPU" in no.output
@@ -289,8 +291,21 @@ def test_glm52_stages_begin_at_full_layers(layouts):
 
 
 def test_types_without_a_kernel_are_noted(layouts):
-    text, _ = plan_text(layouts["glm-5.2-iq2_kt-sokann"], 8, 96.0)
-    assert "note: no kernel takes unknown(153)" in text
+    """The ik_llama.cpp fork's types: whatever the memory, vLLM cannot run them."""
+    path = layouts["glm-5.2-iq2_kt-sokann"]
+    text, fits = plan_text(path, 8, 96.0)
+    assert not fits
+    assert "fits: " not in text
+    assert "vllm serve" not in text
+    second = text.splitlines()[1]
+    assert second.startswith("vLLM cannot run this file: no kernel takes unknown(133) (")
+    assert "no kernel takes unknown(153) (225 tensors" in second
+    result, fits = plan_json(path, 8, 96.0)
+    assert (fits, result["fits"]) == (False, False)
+    assert len(result["reasons"]) == 2
+    assert not any(split["fits"] for split in result["splits"])
+    answer = CliRunner().invoke(app, ["plan", str(path), "--gpus", "8", "--gpu-memory", "96"])
+    assert answer.exit_code == 1
 
 
 @pytest.mark.parametrize("ranges", [True, False])

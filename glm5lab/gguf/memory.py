@@ -11,11 +11,11 @@ GIB = 1 << 30
 MIB = 1 << 20
 PAGE_TOKENS = 64  # rows a page of the cache: vLLM's page for sparse MLA
 KV_DTYPES = ("bf16", "fp8_ds_mla")
+UTILIZATION = 0.92  # vLLM's default gpu_memory_utilization
 SCALE_GROUP = 128  # values that share one float32 scale, in fp8_ds_mla rows and in index keys
-# vLLM 0.33's defaults for a server, by the card's memory (engine/arg_utils.py).
-LARGE_CARD_GIB = 70
-BATCHED_TOKENS = {"large": 8192, "small": 2048}
-SEQUENCES = {"large": 1024, "small": 256}
+# vLLM 0.33's defaults for a server (engine/arg_utils.py, get_batch_defaults): the card's GiB from
+# which on they hold, tokens of a batch, sequences.
+BATCHES = ((160, 16384, 1024), (70, 8192, 1024), (0, 2048, 256))
 # vLLM sizes the buffer for gathered index keys by the longest context (mla/indexer.py): 40 rows a
 # token, 16 beyond 256K, and may score as many bytes of logits at once as envs.py says.
 LONG_CONTEXT = 256 << 10
@@ -75,11 +75,12 @@ def workspace(
         config: HF configuration.
         tp: tensor-parallel ranks.
         context: longest request in tokens (vLLM's max_model_len).
-        gpu_memory_gib: decides vLLM's default batch.
+        gpu_memory_gib: decides vLLM's default batch (BATCHES). For an A100 of 80 GB and a GB10 it
+            is the smallest whatever their memory; they get counted more than they need.
         last_stage: whether the rank computes logits.
     """
-    size = "large" if gpu_memory_gib >= LARGE_CARD_GIB else "small"
-    tokens, hidden = BATCHED_TOKENS[size], config["hidden_size"]
+    tokens, sequences = next(batch[1:] for batch in BATCHES if gpu_memory_gib >= batch[0])
+    hidden = config["hidden_size"]
     heads = -(-config["num_attention_heads"] // tp)
     query = heads * (config["kv_lora_rank"] * 2 + config["qk_rope_head_dim"])
     # A token's experts: gate, up and their product, then one output each, summed afterwards.
@@ -91,7 +92,7 @@ def workspace(
         index_logits=INDEX_LOGITS,
         activations=tokens * (token_bytes + 4 * config["index_topk"]),
         # Gathered in bf16, sampled from in float32.
-        logits=SEQUENCES[size] * config["vocab_size"] * 6 if last_stage else 0,
+        logits=sequences * config["vocab_size"] * 6 if last_stage else 0,
     )
 
 

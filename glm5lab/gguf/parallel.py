@@ -9,6 +9,7 @@ from glm5lab.architecture import FULL
 from glm5lab.gguf.memory import (
     GIB,
     PAGE_TOKENS,
+    UTILIZATION,
     StageWeights,
     Workspace,
     kv_row_bytes,
@@ -18,6 +19,8 @@ from glm5lab.gguf.memory import (
 from glm5lab.gguf.placement import Placement, placements, stage_layers
 from glm5lab.gguf.reader import GgufModel
 
+# vLLM's names of the row formats. Never left to vLLM: on SM100 and SM120 it would pick 8 bits.
+CACHE_OPTION = {"bf16": "bfloat16", "fp8_ds_mla": "fp8_ds_mla"}
 SMALLEST_CONTEXT = 2048  # tokens; a server for less than GLM-5's top-k makes no sense
 
 
@@ -31,7 +34,7 @@ class Card:
     """
 
     memory_gib: float
-    utilization: float = 0.92
+    utilization: float = UTILIZATION
 
     @property
     def budget(self) -> int:
@@ -92,20 +95,22 @@ class Split:
         """Whether it can run with the first cache format."""
         return not self.problems and self.caches[0].fits
 
-    def room(self, card: Card) -> int:
-        """Bytes for the cache on the fullest rank; negative where weights alone are too much."""
-        used = zip(self.stages, self.workspaces, strict=True)
-        return card.budget - max(stage.weights + space.total for stage, space in used)
-
     @property
-    def options(self) -> list[str]:
-        """Options of vLLM for this split and the first cache format."""
+    def used(self) -> int:
+        """Bytes of weights and workspace on the fullest rank."""
+        pairs = zip(self.stages, self.workspaces, strict=True)
+        return max(stage.weights + space.total for stage, space in pairs)
+
+    def options(self, card: Card) -> list[str]:
+        """Options of vLLM for this split and the first cache format, on cards as planned for."""
         cache = self.caches[0]
         words = ["--tensor-parallel-size", str(self.tp)]
         words += ["--pipeline-parallel-size", str(self.pp)] if self.pp > 1 else []
         words += ["--decode-context-parallel-size", str(self.dcp)] if self.dcp > 1 else []
         words += ["--enable-expert-parallel"] if self.expert_parallel else []
-        words += ["--kv-cache-dtype", cache.kv_dtype] if cache.kv_dtype != "bf16" else []
+        words += ["--kv-cache-dtype", CACHE_OPTION[cache.kv_dtype]]
+        if card.utilization != UTILIZATION:
+            words += ["--gpu-memory-utilization", str(card.utilization)]
         return [*words, "--max-model-len", str(cache.context)]
 
     @property

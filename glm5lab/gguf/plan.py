@@ -1,7 +1,7 @@
 """Does a model fit on these GPUs, spread how, and how many tokens of cache are left.
 
-Weights and cache rows are exact: `placement` equals what vLLM allocates. Workspace is an
-estimate, see `memory.workspace`. A file's header is all that is read.
+Weights and cache rows are counted as vLLM and vllm-gguf-plugin allocate them, see `placement`.
+Workspace is an estimate, see `memory.workspace`. A file's header is all that is read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,9 +10,10 @@ from typing import Any
 
 from glm5lab.errors import InputError
 from glm5lab.gguf.config import hf_config
-from glm5lab.gguf.memory import GIB, KV_DTYPES
+from glm5lab.gguf.kernels import kernel
+from glm5lab.gguf.memory import GIB, KV_DTYPES, UTILIZATION
 from glm5lab.gguf.parallel import Card, Split, evaluate
-from glm5lab.gguf.placement import DTYPE_BYTES
+from glm5lab.gguf.placement import DTYPE_BYTES, placements
 from glm5lab.gguf.reader import GgufModel
 
 MOST_GPUS = 4096
@@ -28,7 +29,8 @@ class Plan:
         gpus: how many there are.
         card: each of them.
         context: tokens asked for one request; None for as many as fit.
-        splits: ranked: those that run, by fewer stages, then fewer context ranks.
+        splits: ranked: those that have the memory, by fewer stages.
+        problems: why vLLM cannot run the file on any GPUs: types that no kernel takes.
     """
 
     model: str
@@ -37,6 +39,7 @@ class Plan:
     card: Card
     context: int | None
     splits: tuple[Split, ...]
+    problems: tuple[str, ...] = ()
 
     @property
     def best(self) -> Split:
@@ -46,7 +49,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the model runs on these GPUs."""
-        return self.best.fits
+        return self.best.fits and not self.problems
 
     @property
     def missing_gib(self) -> float:
@@ -63,7 +66,7 @@ def make_plan(
     dcp: int | None = None,
     context: int | None = None,
     kv_dtype: str = "auto",
-    utilization: float = 0.92,
+    utilization: float | None = None,
 ) -> Plan:
     """Work out every split of a GLM-5 over some GPUs.
 
@@ -73,10 +76,10 @@ def make_plan(
         gpu_memory_gib: memory of each, GiB.
         tp: tensor-parallel ranks; None tries all that use every GPU.
         pp: pipeline stages; None as for `tp`.
-        dcp: context-parallel ranks; None tries 1, and more only where the cache is too small.
+        dcp: context-parallel ranks; None for 1.
         context: tokens that one request shall have; None for as many as fit.
         kv_dtype: "bf16", "fp8_ds_mla", or "auto": bf16, with fp8_ds_mla's tokens beside it.
-        utilization: the part of a GPU's memory that vLLM may take.
+        utilization: the part of a GPU's memory that vLLM may take; None for its default.
 
     Raises:
         InputError: the file is no GLM-5, or an argument is out of range or contradicts another.
@@ -84,6 +87,7 @@ def make_plan(
     config = {**hf_config(model)}
     # GPUs compute in bf16 even where an all-F32 file would have the CPU compute in float32.
     config["dtype"] = "bfloat16" if DTYPE_BYTES[config["dtype"]] > 2 else config["dtype"]
+    utilization = UTILIZATION if utilization is None else utilization
     _check(model, config, gpus, gpu_memory_gib, utilization, context, kv_dtype)
     kv_dtypes = (
         KV_DTYPES if kv_dtype == "auto" else (kv_dtype, *(k for k in KV_DTYPES if k != kv_dtype))
@@ -93,24 +97,31 @@ def make_plan(
         evaluate(model, config, card, kv_dtypes, *shape, context)
         for shape in _shapes(model, config, gpus, tp, pp, dcp)
     ]
-    if dcp is None and not any(split.fits for split in splits):
-        splits += [
-            evaluate(model, config, card, kv_dtypes, split.tp, split.pp, ranks, context)
-            for split in splits
-            if not split.problems and split.room(card) > 0
-            for ranks in range(2, split.tp + 1)
-            if split.tp % ranks == 0
-        ]
     ranked = tuple(sorted(splits, key=_rank))
-    return Plan(model.path.name, config, gpus, card, context, ranked)
+    problems = tuple(types_without_kernel(model, config))
+    return Plan(model.path.name, config, gpus, card, context, ranked, problems)
+
+
+def types_without_kernel(model: GgufModel, config: Mapping[str, Any]) -> list[str]:
+    """A sentence for each type among the loaded tensors that no kernel on a GPU takes."""
+    placed = placements(model, config)
+    without: dict[str, list[str]] = {}
+    for tensor in model.tensors.values():
+        loaded = placed[tensor.name].split != "dropped"
+        if loaded and not kernel(tensor.type, tensor.role, gpu=True):
+            without.setdefault(tensor.type, []).append(tensor.name)
+    return [
+        f"no kernel takes {kind} ({len(names)} tensors, such as {names[0]})"
+        for kind, names in without.items()
+    ]
 
 
 def _rank(split: Split) -> tuple[Any, ...]:
-    """Runs; else lacks least. Stages wait for each other and context ranks exchange results."""
+    """Runs; else lacks least. Stages wait for each other."""
     cache = split.caches[0]
     if split.fits:
-        return (0, 0, split.pp, split.dcp, split.expert_parallel, -cache.tokens)
-    return (1, bool(split.problems), cache.missing, split.pp, split.dcp, 0)
+        return (0, 0, split.pp, split.expert_parallel, -cache.tokens)
+    return (1, bool(split.problems), cache.missing, split.pp, 0)
 
 
 def _shapes(

@@ -155,7 +155,11 @@ def memory_figure(plan: "Plan") -> "go.Figure":
     card = plan.card
     lines = (
         (card.memory_gib, "solid", f"card: {card.memory_gib:g} GiB"),
-        (card.budget / GIB, "dash", f"vLLM's {card.utilization:.0%}: {card.budget / GIB:.1f} GiB"),
+        (
+            card.budget / GIB,
+            "dash",
+            f"vLLM's {card.utilization * 100:.4g}%: {card.budget / GIB:.1f} GiB",
+        ),
     )
     for height, dash, text in lines:
         figure.add_hline(

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from glm5lab.gguf.kernels import kernel
 from glm5lab.gguf.memory import GIB, KV_DTYPES, index_row_bytes, kv_row_bytes
 from glm5lab.gguf.parallel import Split
-from glm5lab.gguf.placement import placements
 from glm5lab.gguf.plan import Plan, make_plan
 from glm5lab.gguf.reader import GgufModel, open_gguf
 from glm5lab.loading.reconcile import missing_tensors
@@ -15,6 +13,18 @@ from glm5lab.views.names import columns
 from glm5lab.views.tables import human_bytes
 
 SHOWN_SPLITS = 8
+DEQUANTIZES = (
+    "weights are counted as vllm-gguf-plugin keeps them; this version's loader still dequantizes, "
+    "and needs far more for a quantized file"
+)
+FP8_ROWS = (
+    "fp8_ds_mla rows need an attention backend that takes them; this version's TRITON_MLA_SPARSE "
+    "keeps bf16 rows only"
+)
+CONTEXT_RANKS = (
+    "dcp needs an attention backend with context parallelism; this version's TRITON_MLA_SPARSE "
+    "has none"
+)
 
 
 def opened(source: str | Path | GgufModel) -> GgufModel:
@@ -23,18 +33,9 @@ def opened(source: str | Path | GgufModel) -> GgufModel:
 
 
 def plan_notes(model: GgufModel, plan: Plan) -> list[str]:
-    """What the sums do not say: oddities of the file, types without a kernel, missing tensors."""
-    found = notes(model)
-    placed = placements(model, plan.config)
-    without: dict[str, list[str]] = {}
-    for tensor in model.tensors.values():
-        loaded = placed[tensor.name].split != "dropped"
-        if loaded and not kernel(tensor.type, tensor.role, gpu=True):
-            without.setdefault(tensor.type, []).append(tensor.name)
-    found += [
-        f"no kernel takes {kind} ({len(names)} tensors, such as {names[0]}): vLLM cannot run it"
-        for kind, names in without.items()
-    ]
+    """What the sums do not say: limits of this version, oddities of the file, missing tensors."""
+    found = [*notes(model), DEQUANTIZES, FP8_ROWS]
+    found += [CONTEXT_RANKS] if plan.best.dcp > 1 else []
     missing = missing_tensors(model, plan.config)
     if missing:
         found.append(f"{missing[0]} ({len(missing)} such lines by `glm5lab map`): counted without")
@@ -68,20 +69,26 @@ def headline(plan: Plan) -> str:
     plural = "s" * (plan.gpus > 1)
     return (
         f"{plan.model} on {plan.gpus} GPU{plural} of {card.memory_gib:g} GiB, of which vLLM takes "
-        f"{card.utilization:.0%}: {gib(card.budget)} each"
+        f"{card.utilization * 100:.4g}%: {gib(card.budget)} each"
     )
 
 
 def verdict(plan: Plan) -> list[str]:
     """Yes with the options that do it, or no with what is missing."""
     best = plan.best
+    if plan.problems:
+        fix = "use a file of other types, `glm5lab map` lists them"
+        return [f"vLLM cannot run this file: {'; '.join(plan.problems)}; {fix}"]
     if not plan.fits:
         why = "; ".join(best.problems) or f"{gib(best.caches[0].missing)} are missing on each GPU"
         stages = "" if best.pp == 1 else " of the fullest stage"
         asked = f"a context of {best.caches[0].context:,} tokens"
         return [f"does not fit with {asked}: in the best split ({name(best)}) {why}{stages}"]
     words = [f"{key}={value}" for key, value in best.environment.items()]
-    return [f"fits: {name(best)}", f"  {' '.join([*words, 'vllm serve FILE', *best.options])}"]
+    return [
+        f"fits: {name(best)}",
+        f"  {' '.join([*words, 'vllm serve FILE', *best.options(plan.card)])}",
+    ]
 
 
 def name(split: Split) -> str:
@@ -139,11 +146,10 @@ def split_lines(plan: Plan) -> list[str]:
         tokens = {cache.kv_dtype: f"{cache.tokens:,}" for cache in split.caches}
         missing = split.caches[0].missing
         lacks = [f"lacks {gib(missing)}"] if missing and not split.problems else []
-        used = max(s.weights + w.total for s, w in zip(split.stages, split.workspaces, strict=True))
         rows.append(
             (
                 *map(str, (split.tp, split.pp, split.dcp)),
-                signed(used),
+                signed(split.used),
                 *(tokens[kind] for kind in KV_DTYPES),
                 "; ".join([*split.problems, *lacks, *traits(split)]),
             )
@@ -182,16 +188,17 @@ def plan_json(
         "context": plan.context,
         "fits": plan.fits,
         "missing_gib": round(plan.missing_gib, 3),
-        "reasons": list(best.problems),
+        "reasons": [*plan.problems, *best.problems],
         "notes": plan_notes(model, plan),
         "row_bytes": {kind: kv_row_bytes(config, kind) for kind in KV_DTYPES},
         "index_row_bytes": index_row_bytes(config),
-        "splits": [split_json(split, config) for split in plan.splits],
+        "splits": [split_json(split, plan) for split in plan.splits],
     }, plan.fits
 
 
-def split_json(split: Split, config: dict[str, Any]) -> dict[str, Any]:
+def split_json(split: Split, plan: Plan) -> dict[str, Any]:
     """One split as plain values."""
+    config, runs = plan.config, not (plan.problems or split.problems)
     stages = [
         {
             "layers": [stage.layers[0], stage.layers[-1]],
@@ -205,7 +212,7 @@ def split_json(split: Split, config: dict[str, Any]) -> dict[str, Any]:
     ]
     caches = {
         cache.kv_dtype: {
-            "fits": cache.fits and not split.problems,
+            "fits": runs and cache.fits,
             "tokens": cache.tokens,
             "context": cache.context,
             "missing_bytes": cache.missing,
@@ -218,10 +225,10 @@ def split_json(split: Split, config: dict[str, Any]) -> dict[str, Any]:
         "dcp": split.dcp,
         "expert_parallel": split.expert_parallel,
         "partition": split.partition and list(split.partition),
-        "fits": split.fits,
+        "fits": runs and split.fits,
         "problems": list(split.problems),
         "stages": stages,
         "cache": caches,
-        "vllm_options": split.options,
+        "vllm_options": split.options(plan.card),
         "environment": split.environment,
     }

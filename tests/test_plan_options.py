@@ -1,0 +1,93 @@
+"""Layer 1: what a plan tells the user to type, and what it says that this version cannot do."""
+
+import shlex
+from dataclasses import replace
+
+import pytest
+from gguf import GGMLQuantizationType
+
+from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.memory import GIB, workspace
+from glm5lab.gguf.parallel import Card, evaluate
+from glm5lab.gguf.plan import make_plan
+from glm5lab.gguf.reader import open_gguf
+from glm5lab.views.plan import plan_json, plan_text
+
+
+@pytest.fixture(scope="module")
+def full(sample_f32):
+    return open_gguf(sample_f32)
+
+
+def test_llama_cpps_types_without_a_kernel_are_named_too(full):
+    """A type that gguf-py knows and vllm-gguf-plugin does not."""
+    name = "blk.1.ffn_up_exps.weight"
+    tensor = replace(full.tensors[name], type="TQ1_0", type_id=int(GGMLQuantizationType.TQ1_0))
+    plan = make_plan(replace(full, tensors=full.tensors | {name: tensor}), 1, 8.0)
+    assert plan.best.fits
+    assert not plan.fits
+    assert plan.problems == (f"no kernel takes TQ1_0 (1 tensors, such as {name})",)
+
+
+def test_the_options_mean_to_vllm_what_was_planned(full):
+    """Parsed by vLLM's own parser; its default utilization is the plan's."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    for kv_dtype, theirs in (("auto", "bfloat16"), ("fp8_ds_mla", "fp8_ds_mla")):
+        for utilization in (None, 0.925):
+            plan = make_plan(full, 2, 8.0, kv_dtype=kv_dtype, utilization=utilization)
+            options = plan.best.options(plan.card)
+            parsed = parser.parse_args(options)
+            assert parsed.kv_cache_dtype == theirs
+            assert parsed.gpu_memory_utilization == plan.card.utilization
+            assert parsed.tensor_parallel_size == plan.best.tp
+            assert parsed.max_model_len == plan.best.caches[0].context
+            assert ("--gpu-memory-utilization" in options) == (utilization is not None)
+            text, _ = plan_text(full, 2, 8.0, kv_dtype=kv_dtype, utilization=utilization)
+            assert shlex.join(options) in text
+
+
+def test_context_ranks_only_where_they_are_asked_for(full):
+    config = {**hf_config(full), "dtype": "bfloat16"}
+    # No room for the cache, which context ranks would divide.
+    gib = evaluate(full, config, Card(64.0, 1.0), ("bf16",), 4, 1, 1, 4096).used / GIB
+    assert {split.dcp for split in make_plan(full, 4, gib, utilization=1.0).splits} == {1}
+    assert {split.dcp for split in make_plan(full, 4, gib, dcp=2, tp=4).splits} == {2}
+
+
+def test_what_this_version_cannot_do_is_noted(full):
+    """When the backend learns it, the note has to go."""
+    from glm5lab.vllm_plugin.backend import TritonMLASparseBackend as Backend
+
+    for dcp in (1, 2):
+        result, _ = plan_json(full, 2, 8.0, tp=2, dcp=dcp)
+        text, _ = plan_text(full, 2, 8.0, tp=2, dcp=dcp)
+        assert all(f"note: {note}" in text for note in result["notes"])
+        notes = "\n".join(result["notes"])
+        assert "this version's loader still dequantizes" in notes
+        lacks = "fp8_ds_mla" not in Backend.supported_kv_cache_dtypes
+        assert ("fp8_ds_mla rows need an attention backend" in notes) == lacks
+        assert ("dcp needs an attention backend" in notes) == (dcp > 1)
+    assert not getattr(Backend.get_impl_cls(), "supports_dcp", False)
+
+
+@pytest.mark.parametrize(("gib", "memory"), [(24, 24), (96, 96), (180, 180)])
+def test_batches_are_vllms_defaults_for_the_card(full, gib, memory, monkeypatch):
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    class Platform:
+        get_device_total_memory = staticmethod(lambda: memory * GIB)
+        get_device_name = staticmethod(lambda: "a card")
+        is_device_capability = is_tpu = is_cpu = staticmethod(lambda *_: False)
+
+    monkeypatch.setattr(arg_utils, "current_platform", Platform)
+    tokens, sequences = arg_utils.EngineArgs.get_batch_defaults(1)
+    server = UsageContext.OPENAI_API_SERVER
+    config = hf_config(full)
+    space = workspace(config, 1, 4096, float(gib), True)
+    token_bytes = space.activations / workspace(config, 1, 4096, 1.0, True).activations * 2048
+    assert token_bytes == tokens[server]
+    assert space.logits == sequences[server] * config["vocab_size"] * 6
