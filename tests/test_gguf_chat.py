@@ -1,6 +1,7 @@
 """Chat templates: rendered as transformers renders them, and refused where they reach out."""
 
 import dataclasses
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,15 @@ from typing import Any
 import pytest
 
 from glm5lab.errors import InputError
-from glm5lab.gguf.chat import KEY, TRIALS, render, require_safe_template, template_problem
+from glm5lab.gguf import chat
+from glm5lab.gguf.chat import (
+    KEY,
+    TRIALS,
+    read_template,
+    render,
+    require_safe_template,
+    template_problem,
+)
 from glm5lab.gguf.config import config_notes
 from glm5lab.gguf.reader import GgufModel, open_gguf
 from glm5lab.gguf.sample_tokenizer import CHAT_TEMPLATE
@@ -121,8 +130,10 @@ READ = {
     "from": ("{% from 'os' import system %}", "reaches for the file 'os'"),
     "extends": ("{% extends base %}", "reaches for the file '...'"),
     "syntax": ("ok\n{% if %}", "line 2: is no valid Jinja"),
-    "long": ("x" * 300000, "has 300000 characters, more than 262144"),
-    "deep": ("{{ " + "(" * 50000 + "1" + ")" * 50000 + " }}", "is nested too deeply"),
+    "long": ("x" * 300000, "has 300000 characters, more than 65536"),
+    "digits": ("{{ " + "1" * 5000 + " }}", "is no valid Jinja: Exceeds the limit (4300 digits)"),
+    "sum": ("{{ " + "+".join(["1"] * 30000) + " }}", "is nested too deeply"),
+    "deep": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "is nested too deeply"),
 }
 
 
@@ -132,6 +143,7 @@ def test_refused_by_reading(model: GgufModel, tmp_path: Path, name: str) -> None
     problem = template_problem(template)
     assert problem is not None
     assert cause in problem
+    assert len(problem) < 300
     changed = using(model, template)
     assert any(cause in note for note in config_notes(changed))
     with pytest.raises(InputError, match="do not use this file's template"):
@@ -174,6 +186,61 @@ def test_refused_by_trying(model: GgufModel, tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "prepared").exists()
 
 
+def test_long_names_are_cut() -> None:
+    for template in (f"{{{{ a._{'x' * 9999} }}}}", f"{{% include '{'x' * 9999}' %}}", "{% x" * 999):
+        problem = template_problem(template)
+        assert problem is not None
+        assert len(problem) < 300
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("os.kill(os.getpid(), 9)", "was killed from outside, as systems do that run out of mem"),
+        (r"os.write(2, b'\xff\n')", "cannot be rendered: \ufffd; do not use"),
+    ],
+)
+def test_what_ended_the_child(
+    model: GgufModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, cause: str
+) -> None:
+    """Killed for lack of memory is not "does not end"; what it wrote may be no UTF-8."""
+    child = tmp_path / "chat_child.py"
+    child.write_text(f"import os, sys\nsys.stdin.read()\n{code}\n")
+    monkeypatch.setattr(chat, "__file__", str(tmp_path / "chat.py"))
+    with pytest.raises(InputError) as caught:
+        require_safe_template(model)
+    assert cause in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "cause"),
+    [
+        ("tokens", 5, "tokens is missing or no array of str"),
+        ("bos_token_id", -1, "bos_token_id is -1, the vocabulary has"),
+        ("eos_token_id", True, "eos_token_id is True, the vocabulary has"),
+        ("padding_token_id", 512, "padding_token_id is 512, the vocabulary has"),
+    ],
+)
+def test_wrong_special_tokens(
+    model: GgufModel, tmp_path: Path, key: str, value: Any, cause: str
+) -> None:
+    metadata = model.metadata | {f"tokenizer.ggml.{key}": value}
+    changed = dataclasses.replace(model, metadata=metadata)
+    with pytest.raises(InputError, match=cause):
+        prepare(changed, tmp_path / "prepared")
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_no_vocabulary_to_check_against(model: GgufModel) -> None:
+    metadata = model.metadata | {"tokenizer.ggml.tokens": 5, "tokenizer.ggml.bos_token_id": 9999}
+    found = read_template(dataclasses.replace(model, metadata=metadata))
+    assert found is not None
+    assert found[1] == {}
+    wrong = dataclasses.replace(model, metadata=metadata | {"tokenizer.ggml.bos_token_id": -1})
+    with pytest.raises(InputError, match="bos_token_id is -1"):
+        read_template(wrong)
+
+
 def test_ordinary_words_are_no_attack(model: GgufModel) -> None:
     """Names of Python's functions as variables, filters and keys, and underscores in text."""
     template = (
@@ -195,7 +262,6 @@ def test_no_template(model: GgufModel) -> None:
 
 def test_nothing_of_this_folder_shadows_the_standard_library() -> None:
     """The child runs from glm5lab/gguf, whose modules include a config.py and a header.py."""
-    import subprocess
     import sys
 
     from glm5lab.gguf import chat_child

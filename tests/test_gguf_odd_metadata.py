@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from glm5lab.errors import Glm5labError
+from glm5lab.gguf.chat import read_template
 from glm5lab.gguf.config import config_notes, generation_config, hf_config
 from glm5lab.gguf.reader import GgufModel, open_gguf
 from glm5lab.gguf.tokenizer import write_tokenizer
@@ -16,6 +17,7 @@ ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 7, 2**31, 2**63, 2**64 - 1, 0.0, -1.5, 1e30, float("nan"),
     float("inf"), "", "x", "\ufffd\u2028", "a b", [], [0], [1.5], [True] * 5, ["x"] * 3,
     [[1], [2]], [-1] * 512, ["a b"] * 512, [2**63] * 5, "{{ 1 }}", "{% x %}",
+    "{{ " + "1" * 5000 + " }}",
 )  # fmt: skip
 
 
@@ -32,6 +34,7 @@ def _use(model: GgufModel, folder: Path) -> list[str]:
         lambda: json.dumps(generation_config(model), allow_nan=False),
         lambda: json.dumps(config_notes(model)),
         lambda: write_tokenizer(model, folder),
+        lambda: json.dumps(read_template(model)),
     ):
         try:
             step()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glm5lab.errors import InputError
+from glm5lab.errors import InputError, brief
 from glm5lab.gguf.chat_child import CPU_SECONDS, environment
 from glm5lab.gguf.reader import GgufModel
 from glm5lab.gguf.tokenizer import special_ids
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from jinja2 import nodes
 
 KEY = "tokenizer.chat_template"
-MAX_CHARACTERS = 1 << 18  # GLM-5's has about 10,000
+MAX_CHARACTERS = 1 << 16  # GLM-5's has about 10,000; reading this many takes up to a second
 SECONDS = 20  # wall clock for all trial conversations; the child's own limit is on processor time
 INTERNALS = re.compile(r"__\w+__")
 # Filters whose first argument is the name of an attribute.
 BY_NAME = frozenset({"attr", "selectattr", "rejectattr", "groupby", "sum"})
+PYTHONS = frozenset(dir(builtins))
 FIX = "do not use this file's template: get the file from a publisher you trust"
 
 TOOL = {
@@ -99,10 +100,34 @@ def template_problem(template: str) -> str | None:
             if reason := _reaches(node, own):
                 return f"line {node.lineno}: {reason}"
     except TemplateSyntaxError as error:
-        return f"line {error.lineno}: is no valid Jinja: {error.message}"
+        return f"line {error.lineno}: is no valid Jinja: {_short(error.message)}"
     except RecursionError:
         return "is nested too deeply"
+    except ValueError as error:  # Python's own limit on the digits of a number
+        return f"is no valid Jinja: {_short(error)}"
     return None
+
+
+def _short(message: object) -> str:
+    text = str(message)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def read_template(model: GgufModel) -> tuple[str, dict[str, str]] | None:
+    """The template, checked by reading it, and the special tokens that it is rendered with.
+
+    Returns:
+        None where the file has no template.
+
+    Raises:
+        InputError: it reaches for Python objects or files; or a special token's number is wrong.
+    """
+    template = template_of(model)
+    if template is None:
+        return None
+    if problem := template_problem(template):
+        raise refusal(model, problem)
+    return template, _special_tokens(model)
 
 
 def require_safe_template(model: GgufModel) -> None:
@@ -111,15 +136,12 @@ def require_safe_template(model: GgufModel) -> None:
     Raises:
         InputError: it reaches for Python objects or files, or takes too long or too much; named.
     """
-    template = template_of(model)
-    if template is None:
+    found = read_template(model)
+    if found is None:
         return
-    problem = template_problem(template)
-    if problem is None:
-        special = _special_tokens(model)
-        results = _in_child(template, [{**special, **trial} for trial in TRIALS])
-        problem = next((r["refused"] for r in results if "refused" in r), None)
-    if problem is not None:
+    template, special = found
+    results = _in_child(model, template, [{**special, **trial} for trial in TRIALS])
+    if problem := next((r["refused"] for r in results if "refused" in r), None):
         raise refusal(model, problem)
 
 
@@ -139,13 +161,11 @@ def render(model: GgufModel, messages: list[dict[str, Any]], **arguments: Any) -
     Raises:
         InputError: no template, one that is refused, or one that rejects these messages.
     """
-    template = template_of(model)
-    if template is None:
+    found = read_template(model)
+    if found is None:
         raise InputError(model.path, f"has no {KEY}", "get a file that has one")
-    if problem := template_problem(template):
-        raise refusal(model, problem)
-    call = {**_special_tokens(model), "messages": messages, **arguments}
-    result = _in_child(template, [call])[0]
+    template, special = found
+    result = _in_child(model, template, [{**special, "messages": messages, **arguments}])[0]
     if "refused" in result:
         raise refusal(model, result["refused"])
     if "error" in result:
@@ -155,9 +175,11 @@ def render(model: GgufModel, messages: list[dict[str, Any]], **arguments: Any) -
 
 def _special_tokens(model: GgufModel) -> dict[str, str]:
     """The texts that transformers passes to every template."""
-    tokens, ids = model.metadata.get("tokenizer.ggml.tokens") or [], special_ids(model)
+    ids, value = special_ids(model), model.metadata.get("tokenizer.ggml.tokens")
+    tokens = value if isinstance(value, list) else []
     numbers = {"bos_token": ids.bos, "eos_token": next(iter(ids.eos), None), "pad_token": ids.pad}
-    return {k: tokens[n] for k, n in numbers.items() if n is not None and n < len(tokens)}
+    texts = {k: tokens[n] for k, n in numbers.items() if n is not None and n < len(tokens)}
+    return {k: text for k, text in texts.items() if isinstance(text, str)}
 
 
 def _walk(node: "nodes.Node") -> Iterator["nodes.Node"]:
@@ -177,29 +199,33 @@ def _reaches(node: "nodes.Node", own: set[str]) -> str | None:
 
     if isinstance(node, nodes.Include | nodes.Import | nodes.FromImport | nodes.Extends):
         name = node.template.value if isinstance(node.template, nodes.Const) else "..."
-        return f"reaches for the file {name!r}"
+        return f"reaches for the file {brief(name)}"
     if isinstance(node, nodes.Getattr) and node.attr.startswith("_"):
-        return f"reaches for the Python attribute {node.attr!r}"
+        return f"reaches for the Python attribute {brief(node.attr)}"
     if isinstance(node, nodes.Name) and INTERNALS.fullmatch(node.name):
-        return f"reaches for the Python object {node.name!r}"
+        return f"reaches for the Python object {brief(node.name)}"
     if isinstance(node, nodes.Const) and isinstance(node.value, str):
         found = INTERNALS.search(node.value)
-        return f"reaches for the Python attribute {found[0]!r}" if found else None
+        return f"reaches for the Python attribute {brief(found[0])}" if found else None
     if isinstance(node, nodes.Filter):
         named = [k.value for k in node.kwargs or [] if k.key == "attribute"]
         named += node.args[:1] if node.name in BY_NAME else []
         texts = [n.value for n in named if isinstance(n, nodes.Const)]
         hidden = next((p for t in texts for p in str(t).split(".") if p.startswith("_")), None)
-        return f"reaches for the Python attribute {hidden!r}" if hidden else None
+        return f"reaches for the Python attribute {brief(hidden)}" if hidden else None
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name):
         name = node.node.name
-        if name in dir(builtins) and name not in own and name not in environment().globals:
+        if name in PYTHONS and name not in own and name not in environment().globals:
             return f"calls Python's {name}()"
     return None
 
 
-def _in_child(template: str, calls: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Render in a child process; one result a call: text, error (the template's own) or refused."""
+def _in_child(model: GgufModel, template: str, calls: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Render in a child process; one result a call: text, error (the template's own) or refused.
+
+    Raises:
+        InputError: the system killed the process.
+    """
     script = Path(__file__).with_name("chat_child.py")
     # -P: this folder's modules must not stand in for the standard library's.
     command = [sys.executable, "-P", str(script)]
@@ -210,13 +236,21 @@ def _in_child(template: str, calls: list[dict[str, Any]]) -> list[dict[str, str]
             capture_output=True,
             text=True,
             encoding="utf-8",
+            errors="replace",
             check=False,
             timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
         return [{"refused": f"does not end: still running after {SECONDS} seconds"}]
-    if -run.returncode in (signal.SIGXCPU, signal.SIGKILL):
+    if run.returncode == -signal.SIGXCPU:
         return [{"refused": f"does not end: stopped after {CPU_SECONDS} s of processor time"}]
+    if run.returncode == -signal.SIGKILL:
+        raise InputError(
+            model.path,
+            f"{KEY}: the process that renders it was killed from outside, as systems do that run "
+            "out of memory",
+            "free some memory and try again",
+        )
     try:
         results: list[dict[str, str]] = json.loads(run.stdout)
     except ValueError:

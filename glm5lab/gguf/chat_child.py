@@ -103,14 +103,15 @@ def limit_resources() -> None:
         import resource
     except ImportError:
         return
-    for what, amount in (
-        (resource.RLIMIT_CPU, CPU_SECONDS),
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
+    # Only where the soft limit on time comes first does SIGXCPU say what ended the process.
+    for what, soft, hard in (
+        (resource.RLIMIT_CPU, CPU_SECONDS, CPU_SECONDS + 1),
+        (resource.RLIMIT_AS, MEMORY_BYTES, MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, 0, 0),
+        (resource.RLIMIT_CORE, 0, 0),
     ):
         try:
-            resource.setrlimit(what, (amount, amount))
+            resource.setrlimit(what, (soft, hard))
         except (ValueError, OSError):
             continue
 

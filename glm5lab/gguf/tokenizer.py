@@ -45,7 +45,8 @@ def special_ids(model: GgufModel) -> SpecialIds:
         value = model.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
             return None
-        if not isinstance(value, int) or (tokens and not 0 <= value < len(tokens)):
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not whole or (tokens and value >= len(tokens)):
             raise InputError(
                 model.path,
                 f"tokenizer.ggml.{name}_token_id is {brief(value)}, "
@@ -61,15 +62,11 @@ def special_ids(model: GgufModel) -> SpecialIds:
     return SpecialIds(key("bos"), eos, pad if pad is not None or not eos else eos[0])
 
 
-def write_tokenizer(model: GgufModel, folder: Path) -> list[Path]:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
+def tokenizer_files(model: GgufModel) -> dict[str, str]:
+    """The texts of tokenizer.json, tokenizer_config.json and chat_template.jinja, by file name.
 
     Args:
         model: its metadata hold the tokenizer.
-        folder: must exist.
-
-    Returns:
-        The files written; transformers.AutoTokenizer.from_pretrained(folder) loads them.
 
     Raises:
         InputError: no tokenizer in the file, or one of another kind.
@@ -82,6 +79,23 @@ def write_tokenizer(model: GgufModel, folder: Path) -> list[Path]:
     template = model.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         files["chat_template.jinja"] = template
+    return files
+
+
+def write_tokenizer(model: GgufModel, folder: Path) -> list[Path]:
+    """Write `tokenizer_files` into a folder, which must exist.
+
+    Returns:
+        The files written; transformers.AutoTokenizer.from_pretrained(folder) loads them.
+
+    Raises:
+        InputError: as `tokenizer_files`.
+    """
+    return write_files(tokenizer_files(model), folder)
+
+
+def write_files(files: dict[str, str], folder: Path) -> list[Path]:
+    """Write texts by file name, each whole or not at all."""
     written = []
     for name, text in files.items():
         path = Path(folder) / name

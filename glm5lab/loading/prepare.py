@@ -14,7 +14,7 @@ from glm5lab.errors import InputError
 from glm5lab.gguf.chat import require_safe_template
 from glm5lab.gguf.config import config_conflicts, generation_config, hf_config
 from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
-from glm5lab.gguf.tokenizer import write_tokenizer
+from glm5lab.gguf.tokenizer import tokenizer_files, write_files
 from glm5lab.gguf.url import local_path
 from glm5lab.loading.reconcile import require_complete
 
@@ -107,9 +107,10 @@ def _write(model: GgufModel, files: dict[str, Any], folder: str | Path) -> Path:
     require_complete(model, files["config.json"])
     if folder.exists() and not folder.is_dir():
         raise InputError(folder, "is a file", "name a folder to write to")
+    tokenizer = tokenizer_files(model)  # before the template, whose trials take its tokens
     require_safe_template(model)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(model, folder)
+    write_files(tokenizer, folder)
     for name, value in files.items():
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         (folder / name).write_text(text, encoding="utf-8")
