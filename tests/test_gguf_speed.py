@@ -9,11 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from glm5lab.__main__ import app
-from glm5lab.architecture import Glm5Architecture
+from glm5lab.architecture import KINDS, Glm5Architecture
 from glm5lab.gguf.bench import bench_text
 from glm5lab.gguf.config import hf_config, read_architecture
-from glm5lab.gguf.large_sample import gguf_shapes, large_vocabulary, write_large_sample
+from glm5lab.gguf.large_sample import large_vocabulary, write_large_sample
 from glm5lab.gguf.reader import GgufModel, open_gguf
+from glm5lab.gguf.shapes import tensor_shapes
 from glm5lab.gguf.tokenizer import write_tokenizer
 
 
@@ -48,10 +49,12 @@ def test_gguf_py_reads_the_same_table(large: GgufModel) -> None:
             assert (ours.offset, ours.shard) == (t.data_offset, index)
 
 
-def test_shapes_are_those_of_a_sample(sample_mtp: Path) -> None:
-    """The same rules at the tiny size give the names and shapes of a file with real weights."""
-    sample = {name: t.shape for name, t in open_gguf(sample_mtp).tensors.items()}
-    assert dict(gguf_shapes(Glm5Architecture.tiny("mtp"))) == sample
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_are_those_of_a_sample(kind: str, request: pytest.FixtureRequest) -> None:
+    """Names and shapes of a file made from an HF checkpoint, which has a table of its own."""
+    path = request.getfixturevalue("sample_f32" if kind == "full" else f"sample_{kind}")
+    sample = {name: t.shape for name, t in open_gguf(path).tensors.items()}
+    assert tensor_shapes(Glm5Architecture.tiny(kind)) == sample
 
 
 def test_the_vocabulary_is_a_tokenizer(large: GgufModel, tmp_path: Path) -> None:

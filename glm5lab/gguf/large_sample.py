@@ -5,7 +5,6 @@ reader, and for trying `inspect`, `map` and `plan` at full size.
 """
 
 import os
-from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -22,15 +21,13 @@ from glm5lab.gguf.sample_tokenizer import (
     USER_DEFINED,
     SampleVocabulary,
 )
-from glm5lab.gguf.sample_weights import BLOCK_NAMES, CORRECTION_BIAS, EXPERT, TOP_NAMES, hf_shapes
+from glm5lab.gguf.shapes import Shape, tensor_shapes
 from glm5lab.gguf.shards import shard_name
 from glm5lab.gguf.tensors import type_sizes
 
 NAME = "GLM-5-sized-Q4_K_M"
 TYPES = "q4_k_m"
 ALIGNMENT = 32
-
-Shape = tuple[int, ...]
 
 
 def write_large_sample(folder: Path, shards: int = 12) -> Path:
@@ -56,7 +53,7 @@ def write_sparse(
     """Write a set with llama-quantize's Q4_K_M types and no weights; see `write_large_sample`."""
     from gguf import GGUFValueType, GGUFWriter
 
-    tensors = list(gguf_shapes(arch))
+    tensors = list(tensor_shapes(arch).items())
     bounds = [len(tensors) * i // shards for i in range(shards + 1)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,28 +102,6 @@ def _add_tensors(writer: "object", tensors: list[tuple[str, Shape]], blocks: int
         writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
         total += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return total
-
-
-def gguf_shapes(arch: Glm5Architecture) -> Iterator[tuple[str, Shape]]:
-    """GGUF names and shapes (torch order) of all tensors, experts stacked, kv_b in two."""
-    heads, latent = arch.num_attention_heads, arch.kv_lora_rank
-    for name, shape in hf_shapes(arch).items():
-        if name in TOP_NAMES:
-            yield TOP_NAMES[name], shape
-            continue
-        _, _, layer, local = name.split(".", 3)
-        block = f"blk.{layer}."
-        if match := EXPERT.fullmatch(local):
-            if match[1] == "0":
-                yield f"{block}ffn_{match[2]}_exps.weight", (arch.n_routed_experts, *shape)
-        elif local == "self_attn.kv_b_proj.weight":
-            yield f"{block}attn_k_b.weight", (heads, latent, arch.qk_nope_head_dim)
-            yield f"{block}attn_v_b.weight", (heads, arch.v_head_dim, latent)
-        elif local == CORRECTION_BIAS:
-            yield f"{block}exp_probs_b.bias", shape
-        else:
-            module, _, kind = local.rpartition(".")
-            yield f"{block}{BLOCK_NAMES[module]}.{kind}", shape
 
 
 def large_vocabulary(size: int) -> SampleVocabulary:

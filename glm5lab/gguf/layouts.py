@@ -9,11 +9,13 @@ every block. No weights: `layout_files.write_layout` makes files of the right sh
 
 import json
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from glm5lab.architecture import Glm5Architecture
 from glm5lab.errors import InputError
+from glm5lab.gguf.shapes import role_shapes
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "metadata"
 # Types of the ik_llama.cpp fork, which gguf-py does not know: number, weights a block, bytes a
@@ -115,46 +117,6 @@ def layers_of(text: str) -> list[int]:
     return out
 
 
-def gguf_shapes(arch: Glm5Architecture) -> dict[str, tuple[int, ...]]:
-    """Shape in torch order of every GGUF role, inside blocks without the block's prefix."""
-    hidden, heads, latent = arch.hidden_size, arch.num_attention_heads, arch.kv_lora_rank
-    experts, moe = arch.n_routed_experts, arch.moe_intermediate_size
-    index = arch.index_n_heads * arch.index_head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd": (arch.vocab_size, hidden),
-        "output": (arch.vocab_size, hidden),
-        "output_norm": (hidden,),
-        "attn_norm": (hidden,),
-        "ffn_norm": (hidden,),
-        "attn_q_a": (arch.q_lora_rank, hidden),
-        "attn_q_a_norm": (arch.q_lora_rank,),
-        "attn_q_b": (heads * arch.qk_head_dim, arch.q_lora_rank),
-        "attn_kv_a_mqa": (arch.latent_dim, hidden),
-        "attn_kv_a_norm": (latent,),
-        "attn_k_b": (heads, latent, arch.qk_nope_head_dim),
-        "attn_v_b": (heads, arch.v_head_dim, latent),
-        "attn_output": (hidden, heads * arch.v_head_dim),
-        "indexer.attn_q_b": (index, arch.q_lora_rank),
-        "indexer.attn_k": (arch.index_head_dim, hidden),
-        "indexer.k_norm": (arch.index_head_dim,),
-        "indexer.proj": (arch.index_n_heads, hidden),
-        "ffn_gate_inp": (experts, hidden),
-        "nextn.eh_proj": (hidden, 2 * hidden),
-        "nextn.enorm": (hidden,),
-        "nextn.hnorm": (hidden,),
-        "nextn.shared_head_norm": (hidden,),
-    }
-    for suffix, stack, inner in (
-        ("", (), arch.intermediate_size),
-        ("_exps", (experts,), moe),
-        ("_shexp", (), moe * arch.n_shared_experts),
-    ):
-        shapes[f"ffn_gate{suffix}"] = shapes[f"ffn_up{suffix}"] = (*stack, inner, hidden)
-        shapes[f"ffn_down{suffix}"] = (*stack, hidden, inner)
-    out = {f"{name}.weight": shape for name, shape in shapes.items()}
-    return out | {"exp_probs_b.bias": (experts,), "indexer.k_norm.bias": (arch.index_head_dim,)}
-
-
 def type_size(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """GGML number of a type, and the bytes of a tensor of it.
 
@@ -173,17 +135,14 @@ def type_size(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         raise ValueError(f"type {name!r} is unknown")
     if shape[-1] % block:
         raise ValueError(f"rows of {shape[-1]} hold no whole {name} blocks of {block}")
-    rows = 1
-    for n in shape[:-1]:
-        rows *= n
-    return number, rows * (shape[-1] // block * block_bytes + row_bytes)
+    return number, prod(shape[:-1]) * (shape[-1] // block * block_bytes + row_bytes)
 
 
 def _tensors(
     arch: Glm5Architecture, types: dict[str, str | dict[str, str]]
 ) -> tuple[LayoutTensor, ...]:
     """Tensors in the order of the published sets: outside the blocks first, then by block."""
-    shapes = gguf_shapes(arch)
+    shapes = role_shapes(arch)
     found: dict[tuple[int, str], LayoutTensor] = {}
     for role, value in types.items():
         # Outside the blocks a type; inside them the blocks of each type.

@@ -9,8 +9,9 @@ import numpy as np
 from glm5lab.errors import InputError
 from glm5lab.gguf.kernels import can_dequantize
 from glm5lab.gguf.reader import GgufModel
+from glm5lab.gguf.shapes import Shape
 from glm5lab.loading.names import NameMapping, mappings, name_frame, split_names
-from glm5lab.loading.shapes import Shape, expected_shapes
+from glm5lab.loading.shapes import expected_shapes
 
 if TYPE_CHECKING:
     import pandas as pd
