@@ -248,26 +248,6 @@ def test_wrong_arguments_are_named(change, name):
         reference.sparse_mla(**arguments)
 
 
-def test_top_k_takes_the_lower_index_first_and_fills_with_minus_one():
-    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, float("-inf"), 5.0, float("-inf")]])
-    assert reference.top_k(logits, 3).tolist() == [[1, 2, 0], [2, 0, -1]]
-    assert reference.top_k(logits, 6).tolist() == [[1, 2, 0, 3, -1, -1], [2, 0, -1, -1, -1, -1]]
-
-
-def test_indexer_logits_by_hand():
-    gen = torch.Generator().manual_seed(1)
-    q, k = torch.randn(3, 4, 8, generator=gen), torch.randn(5, 8, generator=gen)
-    weights = torch.randn(3, 4, generator=gen)
-    start, end = torch.tensor([0, 1, 2]), torch.tensor([5, 3, 2])
-    logits = reference.indexer_logits(q, k, weights, start, end)
-    for t, s in product(range(3), range(5)):
-        if not start[t] <= s < end[t]:
-            assert logits[t, s] == float("-inf")
-            continue
-        by_hand = sum(float(weights[t, h]) * max(0.0, float(q[t, h] @ k[s])) for h in range(4))
-        assert float(logits[t, s]) == pytest.approx(by_hand, rel=1e-5, abs=1e-5)
-
-
 def test_slots_follow_the_block_table():
     positions = torch.tensor([[0, 5, -1], [3, 4, 7]], dtype=torch.int32)
     table = torch.tensor([[7, 2], [4, 0]], dtype=torch.int32)

@@ -7,6 +7,12 @@ same signatures and are tested against them. Sources: DeepSeek-V3.2-Exp's techni
 
 import torch
 
+from glm5lab.attention.arguments import (
+    check_mqa_logits_arguments,
+    check_paged_mqa_logits_arguments,
+    check_top_k_arguments,
+)
+
 # One fp8_ds_mla row: 512 e4m3 values, 4 float32 scales for 128 of them each, 64 bf16 values.
 FP8_LATENT, FP8_GROUP, FP8_ROPE = 512, 128, 64
 FP8_ROW_BYTES = FP8_LATENT + 4 * (FP8_LATENT // FP8_GROUP) + 2 * FP8_ROPE
@@ -162,28 +168,39 @@ def sparse_mla(
     return result, lse
 
 
-def indexer_logits(
+def mqa_logits(
     q: torch.Tensor,
     k: torch.Tensor,
     weights: torch.Tensor,
     start: torch.Tensor | None = None,
     end: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Lightning-indexer scores: logits[t, s] = sum_h weights[t, h] * ReLU(q[t, h] . k[s]).
+    """Lightning-indexer scores against contiguous keys.
+
+    logits[t, s] = k_scale[s] * sum_h weights[t, h] * ReLU(q[t, h] . k[s])
 
     Args:
-        q: [T, H, D] index queries (GLM-5: 32 heads of 128).
+        q: [T, H, D] index queries (GLM-5: 32 heads of 128); the scale of an fp8 query, like every
+            constant factor, is part of the head weights.
         k: [S, D] index keys, one head.
-        weights: [T, H] head weights, with every constant factor already in them.
+        weights: [T, H] head weights.
         start: [T] integers; token t sees keys s >= start[t] (default: all).
         end: [T] integers; token t sees keys s < end[t] (default: all).
+        k_scale: float32 [S], or any shape of S elements; the scale of each fp8 key.
 
     Returns:
         [T, S] float32 (float64 for float64 queries), -inf outside start..end.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
     """
+    check_mqa_logits_arguments(q, k, weights, start, end, k_scale)
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.einsum("thd,sd->ths", q.to(compute), k.to(compute)).relu_()
     logits = torch.einsum("ths,th->ts", scores, weights.to(compute))
+    if k_scale is not None:
+        logits *= k_scale.reshape(-1).to(compute)
     key = torch.arange(k.shape[0], device=q.device)
     if start is not None:
         logits.masked_fill_(key < start[:, None], float("-inf"))
@@ -192,22 +209,120 @@ def indexer_logits(
     return logits
 
 
-def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Exact top-k of every row, the lower index first among equals.
+def page_parts(cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys and scales of an index-key cache, both views of it.
 
     Args:
-        logits: [T, S] floating point; -inf marks columns that must not be chosen.
-        k: how many to choose, at least 1.
+        cache: [pages, page_size, width + 4] bytes: a page holds all its e4m3 keys first, then
+            their float32 scales, as vLLM's indexer_k_quant_and_cache writes them; or
+            [pages, page_size, width] of a plain dtype, without scales.
+        width: the width of a key.
 
     Returns:
-        [T, k] int32 column numbers by falling logit; -1 where a row has fewer than k columns.
+        Keys [pages, page_size, width], and float32 scales [pages, page_size] or None.
     """
-    if k < 1:
-        raise ValueError(f"k: expected at least 1, got {k}")
+    if cache.dtype != torch.uint8:
+        return cache, None
+    pages, page_size, row = cache.shape
+    flat = cache.as_strided((pages, page_size * row), (cache.stride(0), 1))
+    keys = flat[:, : page_size * width].view(torch.float8_e4m3fn)
+    scales = flat[:, page_size * width :].view(torch.float32)
+    return keys.unflatten(1, (page_size, width)), scales
+
+
+def context_ends(context_lens: torch.Tensor, queries: int) -> torch.Tensor:
+    """One past the last position that each query sees: [requests, queries].
+
+    Args:
+        context_lens: [requests]: the queries are the newest tokens, the last of them sees the
+            whole context, the one before one key less; or [requests, queries]: each its own.
+        queries: query tokens a request.
+    """
+    if context_lens.dim() == 2:
+        return context_lens
+    back = torch.arange(queries, device=context_lens.device) - (queries - 1)
+    return context_lens[:, None] + back
+
+
+def paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_len: int,
+) -> torch.Tensor:
+    """Lightning-indexer scores of the newest queries of several requests against paged keys.
+
+    Args:
+        q: [B, N, H, D]: N query tokens of each of B requests.
+        cache: [P, page_size, D + 4] uint8 (fp8 keys and scales) or [P, page_size, D]; see
+            `page_parts`.
+        weights: [B * N, H] or [B, N, H] head weights, every constant factor in them.
+        context_lens: [B] or [B, N] integers; see `context_ends`.
+        block_table: [B, pages] integers, the cache's page for each page of a request.
+        max_len: columns of the result; longer contexts are cut off there.
+
+    Returns:
+        [B * N, max_len] float32 (float64 for float64 queries), -inf past each query's context.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
+    """
+    check_paged_mqa_logits_arguments(q, cache, weights, context_lens, block_table, max_len)
+    requests, queries, heads, width = q.shape
+    keys, scales = page_parts(cache, width)
+    ends = context_ends(context_lens, queries)
+    weights = weights.reshape(requests, queries, heads)
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    logits = torch.full((requests, queries, max_len), float("-inf"), dtype=compute, device=q.device)
+    for request in range(requests):
+        end = ends[request].clamp(max=min(max_len, block_table.shape[1] * cache.shape[1]))
+        length = int(end.max().clamp_min(0))
+        slots = torch.arange(length, device=q.device)
+        slots = slots_of(slots[None], block_table[request, None], cache.shape[1])[0]
+        scale = None if scales is None else gather_rows(scales[..., None], slots)
+        logits[request, :, :length] = mqa_logits(
+            q[request], gather_rows(keys, slots), weights[request], end=end, k_scale=scale
+        )
+    return logits.flatten(0, 1)
+
+
+def top_k(
+    logits: torch.Tensor,
+    k: int,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Exact top-k of every row, the lower column first among equals.
+
+    Args:
+        logits: [T, S] floating point. -inf and NaN are never chosen; -0.0 equals 0.0.
+        k: how many to choose, at least 1.
+        start: [T] integers; only columns >= start[t] are chosen (default: all).
+        end: [T] integers; only columns < end[t] are chosen (default: all).
+
+    Returns:
+        [T, k] int32: the columns chosen, in ascending order, so that the rows they name are read
+        in order; -1 after them where a row has fewer than k.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
+    """
+    check_top_k_arguments(logits, k, start, end)
+    tokens, width = logits.shape
+    column = torch.arange(width, device=logits.device)
+    barred = logits.isnan()
+    if start is not None:
+        barred |= column < start[:, None]
+    if end is not None:
+        barred |= column >= end[:, None]
+    logits = logits.masked_fill(barred, float("-inf"))
     values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)
-    values, columns = values[:, :k], columns[:, :k].to(torch.int32)
-    chosen = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
-    chosen[:, : columns.shape[1]] = torch.where(values == float("-inf"), -1, columns)
+    values, columns = values[:, :k], columns[:, :k]
+    columns = torch.where(values == float("-inf"), width, columns).sort(dim=-1).values
+    chosen = torch.full((tokens, k), -1, dtype=torch.int32, device=logits.device)
+    chosen[:, : columns.shape[1]] = torch.where(columns == width, -1, columns)
     return chosen
 
 

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from glm5lab.attention.reference import indexer_logits, top_k
+from glm5lab.attention.reference import mqa_logits, top_k
 from glm5lab.vllm_plugin.backend import BatchMetadataBuilder, store_rows
 
 # Query tokens whose scores against all keys and index heads are held at once.
@@ -142,7 +142,7 @@ class PlainSparseAttnIndexer(SparseAttnIndexer):
             stop = min(start + TOKENS_AT_ONCE, last)
             # The last token of the request sees all `length` keys, the one before one less.
             visible = torch.arange(start, stop) + (length - last + 1)
-            logits = indexer_logits(q[start:stop], keys, weights[start:stop], end=visible)
+            logits = mqa_logits(q[start:stop], keys, weights[start:stop], end=visible)
             self.topk_indices_buffer[start:stop] = top_k(logits, self.topk_tokens)
 
 
