@@ -88,9 +88,9 @@ def compare_triton_with_reference(device, dtypes):
         given = make_case(dtype, *case)
         q, k, weights, start, end = (x.to(device) for x in given[:5])
         scale = None if given[5] is None else given[5].to(device)
-        for bounds in ((None, None), (start, None), (None, end), (start, end)):
-            expected = reference.mqa_logits(q.double(), k.double(), weights, *bounds, scale)
-            assert_close(indexer.mqa_logits(q, k, weights, *bounds, scale), expected)
+        for low, high in ((None, None), (start, None), (None, end), (start, end)):
+            expected = reference.mqa_logits(q.double(), k.double(), weights, low, high, scale)
+            assert_close(indexer.mqa_logits(q, k, weights, low, high, scale), expected)
     for dtype, paged in product(dtypes, PAGED_CASES):
         q, cache, weights, lengths, table = (x.to(device) for x in make_paged_case(dtype, *paged))
         plain = cache if dtype == FP8 else cache.double()
