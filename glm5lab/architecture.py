@@ -145,7 +145,7 @@ class Glm5Architecture:
             ValueError: a key's value contradicts another's, or has the wrong type.
         """
         get = _Keys(metadata)
-        blocks, nextn = get.whole("block_count"), get.whole("nextn_predict_layers", 0)
+        blocks, nextn = get.whole("block_count"), get.whole("nextn_predict_layers", 0, least=0)
         layers = blocks - nextn
         if layers < 1:
             raise ValueError(f"block_count {blocks} with nextn_predict_layers {nextn}")
@@ -176,10 +176,10 @@ class Glm5Architecture:
             v_head_dim=get.whole("attention.value_length_mla"),
             n_routed_experts=get.whole("expert_count"),
             num_experts_per_tok=get.whole("expert_used_count"),
-            n_shared_experts=get.whole("expert_shared_count"),
+            n_shared_experts=get.whole("expert_shared_count", least=0),
             moe_intermediate_size=get.whole("expert_feed_forward_length"),
             intermediate_size=get.whole("feed_forward_length"),
-            first_k_dense_replace=get.whole("leading_dense_block_count", 0),
+            first_k_dense_replace=get.whole("leading_dense_block_count", 0, least=0),
             vocab_size=get.whole("vocab_size", n_tokens),
             index_n_heads=get.whole("attention.indexer.head_count"),
             index_head_dim=get.whole("attention.indexer.key_length"),
@@ -189,8 +189,8 @@ class Glm5Architecture:
             rope_theta=get.real("rope.freq_base"),
             max_position_embeddings=context,
             routed_scaling_factor=get.real("expert_weights_scale", 1.0),
-            n_group=get.whole("expert_group_count", 1),
-            topk_group=get.whole("expert_group_used_count", 1),
+            n_group=get.whole("expert_group_count", 1, least=0),
+            topk_group=get.whole("expert_group_used_count", 1, least=0),
             norm_topk_prob=bool(get.raw("expert_weights_norm", False)),
         )
 
@@ -213,6 +213,11 @@ def indexer_types(values: Any, layers: int, context: int) -> tuple[str, ...]:
         values = [values] * layers
     if not isinstance(values, list) or len(values) < layers:
         raise ValueError(f"attention.indexer.types is not an array of {layers} values")
+    for value in values[:layers]:
+        if not isinstance(value, int) or value not in (0, 1):
+            raise ValueError(
+                f"attention.indexer.types holds {brief(value)}, expected true or false"
+            )
     types = tuple(FULL if v else SHARED for v in values[:layers])
     if types[0] != FULL:
         raise ValueError("attention.indexer.types: layer 0 is shared, it has none to share with")
@@ -237,13 +242,15 @@ class _Keys:
         # Metadata hold float32; 1e-5 should read as 1e-5 and not as 9.999999747378752e-06.
         return float(f"{value:.7g}")
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.raw(key, default)
         # Some writers store a value a layer where all layers agree.
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
         if value is None:
             raise KeyError(f"glm-dsa.{key}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"glm-dsa.{key} is {brief(value)}, not a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"glm-dsa.{key} is {brief(value)}, not a whole number of at least {least}"
+            )
         return value

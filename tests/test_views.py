@@ -24,6 +24,17 @@ def test_the_figure_holds_every_byte_once(kind, tmp_path):
     assert "MiB" in figure.layout.yaxis.title.text
 
 
+def test_all_of_an_mtp_block_is_mtp(sample_mtp):
+    """Block 4 of the sample holds attention and experts of its own."""
+    model = open_gguf(sample_mtp)
+    figure = bytes_figure(model)
+    bars = {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data}
+    block = sum(tensor.nbytes for tensor in model.tensors.values() if tensor.layer == 4)
+    assert bars["embedding, output, MTP"]["4"] * 2**20 == pytest.approx(block)
+    assert bars["attention"]["4"] == bars["routed experts"]["4"] == 0
+    assert bars["embedding, output, MTP"]["3"] == 0
+
+
 def test_quiet_catches_streams_descriptors_and_children(tmp_path, capfd):
     log = tmp_path / "log"
     with quiet(log):

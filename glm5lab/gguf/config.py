@@ -185,11 +185,11 @@ def _rope(model: GgufModel, arch: Glm5Architecture) -> dict[str, Any]:
     if kind in (None, "none"):
         return rope
     factor = _scaling(model, "factor")
-    if kind not in ("linear", "yarn") or factor is None or factor <= 0:
+    if kind not in ("linear", "yarn") or factor is None or factor < 1:
         raise InputError(
             model.path,
             f"glm-dsa.rope.scaling.type {brief(kind)} with factor {factor!r}; supported are "
-            "none, linear and yarn, the last two with a factor",
+            "none, linear and yarn, the last two with a factor of at least 1",
             CONVERT_AGAIN,
         )
     rope |= {"rope_type": kind, "factor": factor}

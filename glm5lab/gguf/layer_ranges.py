@@ -12,23 +12,27 @@ def layer_ranges(layers: Iterable[int]) -> str:
     numbers = sorted(set(layers))
     text = _runs(numbers)
     if len(numbers) > 1:
-        others = sorted(set(range(numbers[0], numbers[-1])) - set(numbers))
-        span = f"{numbers[0]}-{numbers[-1]} but {_runs(others)}"
-        text = min(text, span, key=len) if others else text
+        left_out = numbers[-1] - numbers[0] + 1 - len(numbers)
+        # A damaged file may name blocks a billion apart: only what is short is written out.
+        if 0 < left_out < len(numbers):
+            others = sorted(set(range(numbers[0], numbers[-1])) - set(numbers))
+            text = min(text, f"{numbers[0]}-{numbers[-1]} but {_runs(others)}", key=len)
     return text
 
 
 def _runs(numbers: list[int]) -> str:
     """Dense runs as "0-2", runs of four or more with a step as "6-14/4", the rest one by one."""
     parts: list[str] = []
-    while numbers:
-        step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-        run = 1
-        while run < len(numbers) and numbers[run] - numbers[run - 1] == step:
-            run += 1
-        if step > 1 and run < 4:
-            run = 1
-        last = f"-{numbers[run - 1]}" if run > 1 else ""
-        parts.append(f"{numbers[0]}{last}" + (f"/{step}" if step > 1 and last else ""))
-        numbers = numbers[run:]
+    start = 0
+    while start < len(numbers):
+        first = numbers[start]
+        step = numbers[start + 1] - first if start + 1 < len(numbers) else 1
+        end = start + 1
+        while end < len(numbers) and numbers[end] - numbers[end - 1] == step:
+            end += 1
+        if step > 1 and end - start < 4:
+            end = start + 1
+        last = f"-{numbers[end - 1]}" if end - start > 1 else ""
+        parts.append(f"{first}{last}" + (f"/{step}" if step > 1 and last else ""))
+        start = end
     return ",".join(parts)

@@ -1,6 +1,7 @@
 """Plotly figures for notebooks: where a file's bytes are, and what a plan puts on each GPU."""
 
 from collections import Counter
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from glm5lab.gguf.memory import GIB, MIB
@@ -31,10 +32,20 @@ MEMORY = {
 MOST_ROLES, MOST_SPLITS = 16, 8
 
 
-def part(tensor: Tensor) -> str:
-    """Which part of the model a tensor belongs to; a key of COLOURS."""
+def mtp_blocks(model: GgufModel) -> set[int | None]:
+    """Blocks for multi-token prediction: those that hold its own tensors, whatever else."""
+    return {tensor.layer for tensor in model.tensors.values() if tensor.role.startswith("nextn.")}
+
+
+def part(tensor: Tensor, mtp: Container[int | None] = ()) -> str:
+    """Which part of the model a tensor belongs to; a key of COLOURS.
+
+    Args:
+        tensor: any of a GLM-5.
+        mtp: from `mtp_blocks`.
+    """
     role = tensor.role
-    if tensor.layer is None or role.startswith("nextn."):
+    if tensor.layer is None or tensor.layer in mtp:
         return "embedding, output, MTP"
     if role.startswith("indexer."):
         return "indexer"
@@ -54,8 +65,9 @@ def bytes_figure(model: GgufModel) -> "go.Figure":
 
     sizes: Counter[tuple[str, int | None]] = Counter()
     layer_sizes: Counter[int | None] = Counter()
+    mtp = mtp_blocks(model)
     for tensor in model.tensors.values():
-        sizes[part(tensor), tensor.layer] += tensor.nbytes
+        sizes[part(tensor, mtp), tensor.layer] += tensor.nbytes
         layer_sizes[tensor.layer] += tensor.nbytes
     unit, scale = unit_of(max(layer_sizes.values(), default=0))
     layers = sorted({layer for _, layer in sizes if layer is not None})
