@@ -224,12 +224,34 @@ def sparse_mla(
     Raises:
         ValueError: an argument does not fit; with `check`, a slot outside the cache too.
     """
+    problem, out, lse = checked_problem(q, kv, indices, scale, lengths, d_v, out, check)
+    if problem.tokens:
+        device = INTERPRETER if triton_interpreted() else device_of(q.device.index or 0)
+        tile = sparse_mla_tile(device, problem.tokens, problem.heads, q.dtype.itemsize, problem.fp8)
+        parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
+        launch(problem, out, lse, device, tile, parts)
+    return out, lse
+
+
+def checked_problem(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    lengths: torch.Tensor | None,
+    d_v: int,
+    out: torch.Tensor | None,
+    check: bool,
+) -> tuple[Problem, torch.Tensor, torch.Tensor]:
+    """The arguments of `sparse_mla` as its kernels need them, the output and the LSE.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+    """
     check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check)
     _check_dtypes(q, kv, indices, lengths, out)
-    result = q.new_empty(*q.shape[:2], d_v) if out is None else out
+    out = q.new_empty(*q.shape[:2], d_v) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if q.shape[0] == 0:
-        return result, lse
     problem = Problem(
         q if q.stride(-1) == 1 else q.contiguous(),
         kv,
@@ -238,11 +260,7 @@ def sparse_mla(
         scale,
         d_v,
     )
-    device = INTERPRETER if triton_interpreted() else device_of(q.device.index or 0)
-    tile = sparse_mla_tile(device, problem.tokens, problem.heads, q.dtype.itemsize, problem.fp8)
-    parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
-    launch(problem, result, lse, device, tile, parts)
-    return result, lse
+    return problem, out, lse
 
 
 def launch(
