@@ -213,6 +213,20 @@ def prepare(
     typer.echo(write_folder(file, folder))
 
 
+@app.command("compile")
+def compile_kernels(
+    arch: Annotated[
+        str, typer.Option(metavar="SM,SM,...", help="Architectures to compile for.")
+    ] = "sm_80,sm_89,sm_90,sm_120,sm_121",
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Layer 3: every kernel configuration, compiled without a GPU; exit 1 if one does not fit."""
+    from glm5lab.views.kernels import run_compile
+
+    if not run_compile(arch, as_json, typer.echo):
+        raise typer.Exit(1)
+
+
 @app.command()
 def check(
     file: GgufFile,

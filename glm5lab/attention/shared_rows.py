@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from glm5lab.attention import triton_interpreted
+from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import Problem
 from glm5lab.attention.sparse_mla import LN2, LOG2E, checked_problem
-from glm5lab.attention.tiles import INTERPRETER, Tile, device_of, shared_rows_tile
+from glm5lab.attention.tiles import INTERPRETER, Device, Tile, device_of, shared_rows_tile
 
 MAX_GROUP = 8  # bits of a byte
 UNION_BLOCK = 1024
@@ -305,3 +306,33 @@ def launch_shared(
         num_warps=tile.warps,
         **tile.options,
     )
+
+
+def compilations(device: Device) -> list[Compilation]:
+    """Everything that `sparse_mla_shared` can launch on a device for eight heads of GLM-5."""
+    tile = shared_rows_tile(device, 8, 2)
+    group = tile.heads // 8
+    union = {"GROUP": group, "BLOCK": UNION_BLOCK, "HAS_LENGTHS": True}
+    lists = {"slots_ptr": "*i32", "members_ptr": "*u8", "counts_ptr": "*i32"}
+    inputs = {"indices_ptr": "*i32", "lengths_ptr": "*i32", "marks_ptr": "*i32"}
+    found = [Compilation(f"union of {group}", "_union_kernel", lists | inputs, union, 8)]
+    rows = {"q_ptr": "*bf16", "kv_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
+    for rope in (64, 0):
+        constants = {
+            "D_V": 512,
+            "D_ROPE": rope,
+            "GROUP": group,
+            "BLOCK_M": tile.heads,
+            "BLOCK_V": 256,
+            "BLOCK_R": max(16, rope),
+            "BLOCK_K": tile.rows,
+            "STAGES": tile.stages,
+            "PAGED": True,
+            "DOT_FP32": False,
+        }
+        types = lists | rows | {"scale_log2": "fp32"}
+        name = f"shared rows {tile.name} rope {rope}"
+        found.append(
+            Compilation(name, "_attend_shared_kernel", types, constants, tile.warps, tile.options)
+        )
+    return found

@@ -7,12 +7,15 @@ kernel merges their results ("Flash-Decoding", 2023). Runs on GPUs, and on CPUs 
 TRITON_INTERPRET=1.
 """
 
+from itertools import product
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention import triton_interpreted
+from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import Parts, Problem
 from glm5lab.attention.reference import check_sparse_mla_arguments
 from glm5lab.attention.sparse_mla_fp8 import attend_fp8
@@ -24,6 +27,7 @@ from glm5lab.attention.tiles import (
     device_of,
     sparse_mla_parts,
     sparse_mla_tile,
+    sparse_mla_tiles,
 )
 
 LOG2E = 1.4426950408889634
@@ -382,3 +386,38 @@ def _check_dtypes(
     for name, tensor in named.items():
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} (that of q), got {tensor.device}")
+
+
+def compilations(device: Device) -> list[Compilation]:
+    """Everything that `sparse_mla` can launch on a device for GLM-5's rows of 16-bit numbers."""
+    types = {"q_ptr": "*bf16", "kv_ptr": "*bf16"}
+    types |= {"indices_ptr": "*i32", "lengths_ptr": "*i32", "lse_ptr": "*fp32"}
+    found = []
+    for tile in sparse_mla_tiles(device, itemsize=2):
+        for rope, split in product((64, 0), (True, False)):
+            name = f"sparse_mla {tile.name} rope {rope} {'split' if split else 'whole'}"
+            constants = {
+                "D_V": 512,
+                "D_ROPE": rope,
+                "BLOCK_H": tile.heads,
+                "BLOCK_V": 256,
+                "BLOCK_R": max(16, rope),
+                "BLOCK_K": tile.rows,
+                "STAGES": tile.stages,
+                "PAGED": True,
+                "HAS_LENGTHS": True,
+                "LAUNCH_DEPENDENTS": split and device.dependent_launch,
+                "DOT_FP32": False,
+            }
+            out = {"out_ptr": "*fp32" if split else "*bf16", "scale_log2": "fp32"}
+            found.append(
+                Compilation(
+                    name, "_attend_kernel", types | out, constants, tile.warps, tile.options
+                )
+            )
+    for parts in (8, MAX_PARTS):
+        constants = {"D_V": 512, "BLOCK_D": 256, "BLOCK_P": parts, "WAIT": device.dependent_launch}
+        pointers = {"part_out_ptr": "*fp32", "part_lse_ptr": "*fp32", "lse_ptr": "*fp32"}
+        pointers["out_ptr"] = "*bf16"
+        found.append(Compilation(f"merge of {parts} parts", "_merge_kernel", pointers, constants))
+    return found

@@ -14,9 +14,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from glm5lab.attention import triton_interpreted
+from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import Parts, Problem
 from glm5lab.attention.reference import FP8_ROW_BYTES
-from glm5lab.attention.tiles import Tile, device_of
+from glm5lab.attention.tiles import Device, Tile, device_of, sparse_mla_tiles
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
@@ -242,3 +243,30 @@ def attend_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
         num_warps=tile.warps,
         **tile.options,
     )
+
+
+def compilations(device: Device) -> list[Compilation]:
+    """Everything that `sparse_mla` can launch on a device for fp8_ds_mla rows."""
+    types = {"q_ptr": "*bf16", "word_ptr": "*i32", "scale_ptr": "*fp32", "rope_ptr": "*bf16"}
+    types |= {"indices_ptr": "*i32", "lengths_ptr": "*i32", "lse_ptr": "*fp32"}
+    found = []
+    for tile in sparse_mla_tiles(device, itemsize=2, fp8=True):
+        for split in (True, False):
+            constants = {
+                "BLOCK_H": tile.heads,
+                "BLOCK_K": tile.rows,
+                "STAGES": tile.stages,
+                "PAGED": True,
+                "HAS_LENGTHS": True,
+                "LAUNCH_DEPENDENTS": split and device.dependent_launch,
+                "HOW": BY_INSTRUCTION if device.converts_fp8 else BY_BITS,
+                "DOT_FP32": False,
+            }
+            out = {"out_ptr": "*fp32" if split else "*bf16", "scale_log2": "fp32"}
+            name = f"sparse_mla fp8 {tile.name} {'split' if split else 'whole'}"
+            found.append(
+                Compilation(
+                    name, "_attend_fp8_kernel", types | out, constants, tile.warps, tile.options
+                )
+            )
+    return found

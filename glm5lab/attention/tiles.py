@@ -73,6 +73,11 @@ class Tile:
     max_registers: int | None = None
 
     @property
+    def name(self) -> str:
+        """For reports: heads x rows, warps, stages."""
+        return f"{self.heads}x{self.rows} w{self.warps} s{self.stages}"
+
+    @property
     def options(self) -> dict[str, int]:
         """Further launch options of Triton."""
         return {} if self.max_registers is None else {"maxnreg": self.max_registers}
@@ -127,6 +132,16 @@ def sparse_mla_tile(device: Device, tokens: int, heads: int, itemsize: int, fp8:
         if tokens >= least and tile.shared_memory <= device.shared_memory
     )
     return next(fitting, rows[-1][1])
+
+
+def sparse_mla_tiles(device: Device, itemsize: int, fp8: bool = False) -> list[Tile]:
+    """Every tile that `sparse_mla_tile` can choose on a device."""
+    chosen = (
+        sparse_mla_tile(device, tokens, heads, itemsize, fp8)
+        for heads in (8, 16, 64)
+        for tokens in (1, 8, 32, 128)
+    )
+    return list(dict.fromkeys(chosen))
 
 
 def sparse_mla_parts(device: Device, tile: Tile, tokens: int, heads: int, top_k: int) -> int:

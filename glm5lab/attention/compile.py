@@ -1,0 +1,185 @@
+"""Compile every kernel configuration that `tiles` can choose: any architecture, no GPU needed.
+
+Triton compiles for a named target; the machine code's registers and spills are read with the
+`cuobjdump` that Triton's package carries. Compiling does not fail where shared memory exceeds the
+device's, so it is compared here.
+"""
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from glm5lab.attention.tiles import SHARED_MEMORY, Device
+from glm5lab.errors import Glm5labError
+
+ARCHITECTURES = (80, 89, 90, 120, 121)
+MODULES = (
+    "glm5lab.attention.sparse_mla",
+    "glm5lab.attention.sparse_mla_fp8",
+    "glm5lab.attention.shared_rows",
+)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel with everything that decides about its machine code.
+
+    Attributes:
+        name: for the report.
+        kernel: name of the Triton function in its module.
+        types: Triton types of the arguments that are no int32 ("*bf16", "fp32").
+        constants: values of the constexpr arguments.
+        warps: warps a program.
+        options: further compile options.
+    """
+
+    name: str
+    kernel: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs.
+
+    Attributes:
+        kernel: the compilation's name.
+        architecture: such as "sm_120".
+        shared_memory, limit: bytes a block, needed and there.
+        registers: a thread.
+        spilled: bytes of stack a thread.
+        seconds: compile time.
+        error: the compiler's last line; "" where it compiled.
+    """
+
+    kernel: str
+    architecture: str
+    shared_memory: int
+    limit: int
+    registers: int
+    spilled: int
+    seconds: float
+    error: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it compiled and the device has the shared memory."""
+        return not self.error and self.shared_memory <= self.limit
+
+
+def device_for(capability: int) -> Device:
+    """A device of an architecture, with Hopper's number of multiprocessors."""
+    known = [c for c in SHARED_MEMORY if c <= capability]
+    if capability not in ARCHITECTURES or not known:
+        names = ", ".join(f"sm_{a}" for a in ARCHITECTURES)
+        raise Glm5labError(f"arch: sm_{capability} is not among {names}; name one of them")
+    return Device(capability, 132, SHARED_MEMORY[max(known)])
+
+
+def compile_all(capabilities: Sequence[int], jobs: int | None = None) -> Iterator[Resources]:
+    """Compile every configuration for each architecture, several at a time.
+
+    Args:
+        capabilities: such as (80, 120).
+        jobs: processes; None for one a core.
+
+    Yields:
+        Resources in order of architecture and configuration.
+
+    Raises:
+        Glm5labError: an architecture that is not supported.
+    """
+    work = []
+    for capability in capabilities:
+        device = device_for(capability)
+        for module in MODULES:
+            work += [(module, capability, c) for c in _compilations(module, device)]
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(_compile, work)
+
+
+def _compilations(module: str, device: Device) -> list[Compilation]:
+    from importlib import import_module
+
+    found: list[Compilation] = import_module(module).compilations(device)
+    return found
+
+
+def _compile(work: tuple[str, int, Compilation]) -> Resources:
+    module, capability, c = work
+    limit = device_for(capability).shared_memory
+    start = time.perf_counter()
+    try:
+        shared, cubin = _machine_code(module, capability, c)
+    except Exception as error:
+        line = str(error).strip().splitlines()[-1][:200] if str(error).strip() else repr(error)
+        seconds = time.perf_counter() - start
+        return Resources(c.name, f"sm_{capability}", 0, limit, 0, 0, seconds, line)
+    seconds = time.perf_counter() - start
+    registers, spilled = resource_usage(cubin)
+    return Resources(c.name, f"sm_{capability}", shared, limit, registers, spilled, seconds)
+
+
+def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, bytes]:
+    """Shared memory in bytes, and the cubin."""
+    from importlib import import_module
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(import_module(module), c.kernel)
+    names = [p.name for p in kernel.params]
+    signature = {n: "constexpr" if n in c.constants else c.types.get(n, "i32") for n in names}
+    # As at a launch: pointers and the strides of q, kv and out are multiples of 16.
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (p.num,): aligned
+        for p in kernel.params
+        if p.name not in c.constants
+        and not p.do_not_specialize
+        and (signature[p.name].startswith("*") or p.name.startswith("stride_"))
+    }
+    constants = {(names.index(n),): value for n, value in c.constants.items()}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": c.warps, **c.options},
+    )
+    return compiled.metadata.shared, compiled.asm["cubin"]
+
+
+@cache
+def _cuobjdump() -> Path:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    if not tool.is_file():
+        raise Glm5labError(f"{tool} is missing: install Triton's own wheel, which carries it")
+    return tool
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack a thread of a kernel's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_cuobjdump()), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    line = next(part for part in text.splitlines() if "REG:" in part)
+    values = dict(item.split(":", 1) for item in line.split() if ":" in item)
+    return int(values["REG"]), int(values["STACK"])
+
+
+def as_dict(resources: Resources) -> dict[str, Any]:
+    """For JSON."""
+    return {**asdict(resources), "seconds": round(resources.seconds, 2), "fits": resources.fits}

@@ -1,0 +1,69 @@
+"""What `glm5lab compile` prints."""
+
+import json
+import sys
+from collections.abc import Callable
+
+from glm5lab.attention.compile import ARCHITECTURES, Resources, as_dict, compile_all
+from glm5lab.errors import InputError
+
+
+def parse_architectures(text: str) -> list[int]:
+    """Read "sm_80,sm_120" as [80, 120].
+
+    Raises:
+        InputError: a name that is not among ARCHITECTURES.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = {f"sm_{a}": a for a in ARCHITECTURES}
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise InputError("--arch", f"{text!r} names no list of {', '.join(known)}", "use those")
+    return [known[name] for name in names]
+
+
+def line(r: Resources) -> str:
+    """One configuration as a line."""
+    if r.error:
+        return f"{r.architecture:7} {r.kernel:42} does not compile: {r.error}"
+    mark = "" if r.fits else "  exceeds the device"
+    return (
+        f"{r.architecture:7} {r.kernel:42} {r.shared_memory:7} of {r.limit:7} bytes, "
+        f"{r.registers:3} registers, {r.spilled:4} bytes spilled, {r.seconds:5.1f} s{mark}"
+    )
+
+
+def run_compile(
+    architectures: str, as_json: bool, echo: Callable[[str], None], jobs: int | None = None
+) -> bool:
+    """Compile and print each configuration as it is done; whether all fit.
+
+    Args:
+        architectures: comma-separated, such as "sm_90,sm_120".
+        as_json: one JSON document at the end in place of lines.
+        echo: where lines go.
+        jobs: processes; None for one a core.
+
+    Raises:
+        InputError: an unknown architecture.
+        Glm5labError: Triton is not installed.
+    """
+    results: list[Resources] = []
+    for result in compile_all(parse_architectures(architectures), jobs):
+        results.append(result)
+        if as_json:
+            _progress(len(results))
+        else:
+            echo(line(result))
+    failed = sum(not r.fits for r in results)
+    if as_json:
+        document = {"kernels": [as_dict(r) for r in results], "failed": failed}
+        echo(json.dumps(document, indent=2))
+    else:
+        echo(f"{len(results)} configurations, {failed} that do not fit their device")
+    return failed == 0
+
+
+def _progress(done: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done} compiled", end="", file=sys.stderr, flush=True)

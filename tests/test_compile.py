@@ -1,0 +1,65 @@
+"""Ahead-of-time compilation of the kernels; no GPU is needed."""
+
+import json
+
+import pytest
+
+from glm5lab.attention import compile as aot
+from glm5lab.errors import InputError
+from glm5lab.views.kernels import parse_architectures, run_compile
+
+
+def first_of(module, monkeypatch):
+    """Only the first configuration of one module."""
+    whole = aot._compilations
+    monkeypatch.setattr(aot, "MODULES", (module,))
+    monkeypatch.setattr(aot, "_compilations", lambda m, d: whole(m, d)[:1])
+
+
+def test_a_kernel_compiles_for_sm_120_within_its_shared_memory(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    first_of("glm5lab.attention.sparse_mla", monkeypatch)
+    lines: list[str] = []
+    assert run_compile("sm_120", True, lines.append, jobs=1)
+    (kernel,) = json.loads(lines[0])["kernels"]
+    assert kernel["architecture"] == "sm_120"
+    assert 32_768 < kernel["shared_memory"] <= kernel["limit"] == 101_376
+    assert 64 < kernel["registers"] <= 255
+    assert kernel["spilled"] == 0
+
+
+def test_too_much_shared_memory_is_noticed(monkeypatch):
+    fits = aot.Resources("k", "sm_120", 101_376, 101_376, 100, 0, 0.1)
+    too_much = aot.Resources("k", "sm_120", 101_377, 101_376, 100, 0, 0.1)
+    broken = aot.Resources("k", "sm_120", 0, 101_376, 0, 0, 0.1, "ptxas failed")
+    monkeypatch.setattr("glm5lab.views.kernels.compile_all", lambda *_: [fits, too_much, broken])
+    lines: list[str] = []
+    assert not run_compile("sm_120", False, lines.append)
+    assert "exceeds the device" in lines[1]
+    assert "does not compile: ptxas failed" in lines[2]
+    assert lines[-1] == "3 configurations, 2 that do not fit their device"
+
+
+def test_every_tile_is_compiled():
+    from glm5lab.attention.tiles import sparse_mla_tile
+
+    for capability in aot.ARCHITECTURES:
+        device = aot.device_for(capability)
+        names = {c.name for m in aot.MODULES for c in aot._compilations(m, device)}
+        for tokens in (1, 7, 31, 64, 300, 5000):
+            for heads in (1, 8, 12, 24, 64, 128):
+                for fp8 in (False, True):
+                    tile = sparse_mla_tile(device, tokens, heads, 2, fp8)
+                    assert any(tile.name in name for name in names)
+                    assert tile.shared_memory <= device.shared_memory
+
+
+@pytest.mark.parametrize("text", ["", "sm_70", "90", "sm_90,hopper"])
+def test_unknown_architectures_are_refused(text):
+    with pytest.raises(InputError, match="names no list of sm_80, sm_89, sm_90, sm_120, sm_121"):
+        parse_architectures(text)
+
+
+@pytest.mark.slow
+def test_every_configuration_fits_every_architecture():
+    assert run_compile("sm_80,sm_89,sm_90,sm_120,sm_121", False, print)
