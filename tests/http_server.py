@@ -23,6 +23,7 @@ class Server:
         cut_after: bytes after which connections break, or None.
         cuts: how many do.
         dribble_s: pause between single bytes, 0 for none.
+        dribble_head: whether headers come like that, too.
         latency_s: pause before each answer.
         length: whether answers say how long they are.
         answer: status, headers and body for a path; None for the file itself.
@@ -38,6 +39,7 @@ class Server:
     cut_after: int | None = None
     cuts: int = 1 << 30
     dribble_s: float = 0.0
+    dribble_head: bool = False
     latency_s: float = 0.0
     length: bool = True
     answer: Callable[[str, dict[str, str]], tuple[int, dict[str, str], bytes] | None] = (
@@ -52,7 +54,9 @@ class Server:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # as real servers; else each answer waits 40 ms
     settings: Server
+    _headers_buffer: list[bytes]
 
     def setup(self):
         super().setup()
@@ -62,6 +66,16 @@ class Handler(BaseHTTPRequestHandler):
     def finish(self):
         super().finish()
         self.settings.open -= 1
+
+    def flush_headers(self):
+        """Send them, byte by byte if so wanted."""
+        if not self.settings.dribble_head:
+            super().flush_headers()
+            return
+        head, self._headers_buffer = b"".join(self._headers_buffer), []
+        for at in range(len(head)):
+            self.wfile.write(head[at : at + 1])
+            time.sleep(self.settings.dribble_s)
 
     def log_message(self, *_):
         pass
@@ -105,7 +119,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.end_headers()
+        try:
+            self.end_headers()
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+            return
         if s.cut_after is not None and s.cuts and end - start > s.cut_after:
             s.cuts -= 1
             end, self.close_connection = start + s.cut_after, True

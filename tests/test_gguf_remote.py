@@ -1,6 +1,7 @@
 """Remote files: the table is the local file's, only headers travel, every failure has a name."""
 
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,44 @@ def test_a_dribbling_server_is_given_up(tmp_path, monkeypatch):
         pytest.raises(InputError, match=r"it sent \d+ bytes in 0 s"),
     ):
         open_gguf(f"{server.url}/{path.name}")
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["close", "keep"])
+@pytest.mark.parametrize(
+    "kind", ["headers", "not found", "redirect", "redirects", "chunk length", "endless headers"]
+)
+def test_every_answer_has_an_end(tmp_path, monkeypatch, kind, close):
+    """Byte by byte, each in time, but never done: headers, bodies of refusals, chunks' lengths."""
+    monkeypatch.setattr(http, "ANSWER_S", 1.0)
+    monkeypatch.setattr(http, "SLOW_S", 1.0)
+    monkeypatch.setattr(http, "ATTEMPTS", 1)
+    end = {"Connection": "close"} if close else {}
+    chunks = {"Transfer-Encoding": "chunked", "Content-Range": "bytes 0-262143/400000"}
+    status, headers = {
+        "headers": (200, {"X-Long": "x" * 3000}),
+        "endless headers": (200, {f"X-{i}": "x" * 3000 for i in range(99)}),
+        "not found": (404, {}),
+        "redirect": (302, {"Location": "/b.gguf"}),
+        "redirects": (302, {"Location": "/a.gguf"}),
+        "chunk length": (206, chunks),
+    }[kind]
+    head = "headers" in kind
+    pause = 0.2 if kind == "redirects" else 0.02
+    body = b"" if kind == "redirects" else b"0" * 60_000
+    answer = (status, headers | end, body)
+    start = time.monotonic()
+    with (
+        serving(
+            tmp_path,
+            answer=lambda path, _: answer if path == "/a.gguf" else None,
+            dribble_s=0 if kind == "redirects" else pause,
+            latency_s=pause if kind == "redirects" else 0,
+            dribble_head=head,
+        ) as server,
+        pytest.raises(InputError, match="404" if kind == "not found" else "no answer in time"),
+    ):
+        open_gguf(f"{server.url}/a.gguf")
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ MAX_STRING_BYTES = 1 << 24
 MAX_NAME_BYTES = (1 << 16) - 1
 MAX_ARRAY_ITEMS, MAX_ALL_ITEMS = 1 << 21, 3 << 20
 MAX_ARRAY_DEPTH, MAX_NESTED_ARRAYS = 4, 1 << 16
-# The first read; each further one doubles what is there, so a remote header takes few requests.
-FIRST_READ = 1 << 18
 
 TYPE_BOOL, TYPE_STRING, TYPE_ARRAY = 7, 8, 9
 SCALARS: dict[int, np.dtype[Any]] = {
@@ -83,7 +81,7 @@ class Cursor:
                 "set GLM5LAB_HEADER_LIMIT (in MiB) higher if the file is to be trusted",
             )
         have = len(self.buffer)
-        want = min(self.size, limit, max(end, 2 * have, FIRST_READ))
+        want = min(self.size, limit, max(end, 2 * have, self.source.first_read))
         self.buffer += self.source.read(have, want - have)
         if len(self.buffer) < end:
             raise self.fail(f"the file has shrunk while it was read (at {self.where})")

@@ -8,12 +8,21 @@ not travel to another origin, and netrc files are not looked at.
 import re
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urljoin
 
 from glm5lab.errors import InputError
-from glm5lab.gguf.http_errors import TRY_AGAIN, explain, fix_for_status, network_errors, reason
+from glm5lab.gguf.http_errors import (
+    TRY_AGAIN,
+    PassingError,
+    StatusError,
+    explain,
+    fix_for_status,
+    network_errors,
+    reason,
+)
+from glm5lab.gguf.http_session import Watch, open_session
+from glm5lab.gguf.source import Closing
 from glm5lab.gguf.url import RemoteFile, origin, shown
 
 if TYPE_CHECKING:
@@ -26,23 +35,12 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 ATTEMPTS = 4
 FIRST_PAUSE_S, MAX_WAIT_S = 0.5, 10.0
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 20.0
+# A whole request: connecting, redirects and headers.
+ANSWER_S = 60.0
 # Slower than this for a whole SLOW_S is taken for a broken connection.
 SLOW_S, SLOWEST_BYTES_PER_S = 30.0, 1024
 PIECE = 1 << 16
 T = TypeVar("T")
-
-
-class PassingError(Exception):
-    """Something that the next attempt may cure.
-
-    Attributes:
-        cause: for the user.
-        wait_s: how long the server wants to be left alone.
-    """
-
-    def __init__(self, cause: str, wait_s: float = 0.0) -> None:
-        super().__init__(cause)
-        self.cause, self.wait_s = cause, wait_s
 
 
 class Answer:
@@ -59,8 +57,10 @@ class Answer:
         closed: nothing more comes.
     """
 
-    def __init__(self, file: RemoteFile, url: str, response: "requests.Response") -> None:
-        self.file, self.url, self._response = file, url, response
+    def __init__(
+        self, file: RemoteFile, url: str, response: "requests.Response", watch: Watch
+    ) -> None:
+        self.file, self.url, self._response, self._watch = file, url, response, watch
         self.status = response.status_code
         headers = response.headers
         self.version = headers.get("ETag", "").removeprefix("W/")
@@ -89,7 +89,8 @@ class Answer:
         if count <= 0:
             return b""
         try:
-            piece: bytes = self._response.raw.read1(count, decode_content=False)
+            with self._watch.limit(SLOW_S):  # chunks' lengths may drip, too
+                piece: bytes = self._response.raw.read1(count, decode_content=False)
         except network_errors() as error:
             early = type(error).__name__ == "ProtocolError" and self.left
             cause = f"the connection ended {self.left} bytes too early"
@@ -98,18 +99,18 @@ class Answer:
             raise PassingError(f"the connection ended {self.left} bytes too early")
         if self.left is not None:
             self.left -= len(piece)
-        self._watch(len(piece))
+        self._check_pace(len(piece))
         return piece
 
     def close(self) -> None:
         """Leave the connection to the next request if the body is read, else cut it."""
         self.closed = True
-        if self.left == 0:
+        if self.left == 0 and self._response.raw.closed:  # its end is read, too
             self._response.raw.release_conn()
         else:
             self._response.close()
 
-    def _watch(self, count: int) -> None:
+    def _check_pace(self, count: int) -> None:
         now, self._since = time.monotonic(), self._since + count
         if now - self._mark > SLOW_S:
             if self._since < SLOWEST_BYTES_PER_S * (now - self._mark):
@@ -117,7 +118,7 @@ class Answer:
             self._mark, self._since = now, 0
 
 
-class Client:
+class Client(Closing):
     """Connections that stay open between the requests for one model; one answer at a time.
 
     A new request closes the answer before: a server that serves one connection only would never
@@ -125,7 +126,8 @@ class Client:
     """
 
     def __init__(self) -> None:
-        self._session = _session()
+        self._watch = Watch()
+        self._session = open_session(self._watch)
         self._last: Answer | None = None
 
     def get(self, file: RemoteFile, headers: dict[str, str], url: str = "") -> Answer:
@@ -142,7 +144,18 @@ class Client:
         """
         if self._last is not None:
             self._last.close()
-        at = url or file.url
+        with self._watch.limit(ANSWER_S):
+            return self._follow(file, headers, url or file.url)
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self._last is not None:
+            self._last.close()
+        self._session.close()
+        self._watch.close()
+
+    def _follow(self, file: RemoteFile, headers: dict[str, str], at: str) -> Answer:
+        """The answer at the end of the redirects."""
         authorization = file.authorization if origin(at) == origin(file.url) else ""
         for _ in range(MAX_REDIRECTS):
             response = self._ask(file, at, headers, authorization)
@@ -155,23 +168,6 @@ class Client:
                 authorization = ""
             at = after
         raise InputError(file.name, f"more than {MAX_REDIRECTS} redirects", "check the address")
-
-    def close(self) -> None:
-        """Close all connections."""
-        if self._last is not None:
-            self._last.close()
-        self._session.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _ask(
         self, file: RemoteFile, url: str, headers: dict[str, str], authorization: str
@@ -199,7 +195,7 @@ class Client:
         self, file: RemoteFile, url: str, response: "requests.Response", authorized: bool
     ) -> Answer:
         """The answer, if it is one that holds the file."""
-        answer = self._last = Answer(file, url, response)
+        answer = self._last = Answer(file, url, response, self._watch)
         if answer.status in (200, 206, 416):
             if response.headers.get("Content-Encoding", "identity") in ("identity", ""):
                 return answer
@@ -207,10 +203,11 @@ class Client:
             raise InputError(file.name, "the server sends it compressed", TRY_AGAIN)
         cause = f"the server answers {answer.status} {reason(response)}".rstrip()
         wait_s = _number(response.headers.get("Retry-After")) or 0
-        _discard(response)
+        answer.close()
         if answer.status in PASSING and wait_s <= MAX_WAIT_S:
             raise PassingError(cause, wait_s)
-        raise InputError(file.name, cause, fix_for_status(file, answer.status, authorized))
+        fix = fix_for_status(file, answer.status, authorized)
+        raise StatusError(file.name, cause, fix, answer.status)
 
 
 def joined(file: RemoteFile, base: str, target: str) -> str:
@@ -242,32 +239,12 @@ def patiently(file: RemoteFile, action: Callable[[], T]) -> T:
     raise AssertionError("unreachable")
 
 
-def _session() -> "requests.Session":
-    import requests
-    from requests.adapters import HTTPAdapter
-
-    class Session(requests.Session):
-        def get_redirect_target(self, resp: requests.Response) -> None:
-            """None; else requests reads the body to its end, even where it does not follow."""
-
-        def close(self) -> None:
-            """At once; urllib3 leaves it to the garbage collector, which an error keeps away."""
-            for adapter in self.adapters.values():
-                assert isinstance(adapter, HTTPAdapter)
-                for manager in (adapter.poolmanager, *adapter.proxy_manager.values()):
-                    for key in list(manager.pools.keys()):
-                        manager.pools[key].close()
-            super().close()
-
-    return Session()
-
-
 def _number(text: str | None) -> int | None:
     return int(text) if text and re.fullmatch(r"\d{1,19}", text, re.ASCII) else None
 
 
 def _discard(response: "requests.Response") -> None:
-    """Read a short body to its end, which keeps the connection; cut a long one."""
+    """Read a redirect's short body to its end, which keeps the connection; cut a long one."""
     length = _number(response.headers.get("Content-Length"))
     try:
         if length is not None and length <= PIECE:

@@ -5,12 +5,34 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
+from glm5lab.errors import InputError
 from glm5lab.gguf.url import RemoteFile
 
 if TYPE_CHECKING:
     import requests
 
 TRY_AGAIN = "try again, or download the file and name it here"
+
+
+class PassingError(Exception):
+    """Something that the next attempt may cure.
+
+    Attributes:
+        cause: for the user.
+        wait_s: how long the server wants to be left alone.
+    """
+
+    def __init__(self, cause: str, wait_s: float = 0.0) -> None:
+        super().__init__(cause)
+        self.cause, self.wait_s = cause, wait_s
+
+
+class StatusError(InputError):
+    """The server refuses, or has no such file; `status` is the HTTP status."""
+
+    def __init__(self, file: str, cause: str, fix: str, status: int = 0) -> None:
+        super().__init__(file, cause, fix)
+        self.status = status
 
 
 def explain(error: BaseException) -> tuple[str, str]:

@@ -8,8 +8,8 @@ Headers are parsed at once; data stay on disk (memory maps, read-only).
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from glm5lab.gguf.byte_order import little_endian
 from glm5lab.gguf.header import DOWNLOAD_AGAIN, parse_header
 from glm5lab.gguf.remote import remote_sources
 from glm5lab.gguf.shards import find_shards
-from glm5lab.gguf.source import FileSource, Source, location
+from glm5lab.gguf.source import FIRST_READ, LATER_READ, FileSource, Source, location
 from glm5lab.gguf.split import check_numbers, check_total, merge
 from glm5lab.gguf.tensors import Tensor, locate
 from glm5lab.gguf.url import is_url
@@ -33,6 +33,8 @@ __all__ = ["ARCHITECTURE", "GgufModel", "Tensor", "open_gguf", "open_sources", "
 
 ARCHITECTURE = "glm-dsa"
 DOWNLOAD_FIRST = "download it first, all shards into one folder, and name that"
+# Each map holds a file open while anything of it is in use; sets may have a thousand files.
+MAX_MAPS = 64
 # Types that are plain numbers: GGML type number -> numpy dtype (BF16 has no numpy dtype).
 PLAIN = {0: "<f4", 1: "<f2", 24: "<i1", 25: "<i2", 26: "<i4", 27: "<i8", 28: "<f8"}
 
@@ -111,6 +113,8 @@ class GgufModel:
         if t.nbytes == 0:
             return np.empty(0, np.uint8)
         if t.path not in self._maps:
+            if len(self._maps) >= MAX_MAPS:
+                del self._maps[next(iter(self._maps))]
             try:
                 self._maps[t.path] = np.memmap(t.path, np.uint8, mode="r")
             except (OSError, ValueError) as error:
@@ -174,36 +178,44 @@ def open_gguf(
             model = open_sources(remote, header_only=header_only, allow_truncated=allow_truncated)
         model.header_only = True
         return model
-    with ExitStack() as stack:
-        sources = [stack.enter_context(FileSource(p)) for p in find_shards(Path(path))]
-        return open_sources(sources, header_only=header_only, allow_truncated=allow_truncated)
+    sources = (
+        FileSource(shard, LATER_READ if number else FIRST_READ)
+        for number, shard in enumerate(find_shards(Path(path)))
+    )
+    return open_sources(sources, header_only=header_only, allow_truncated=allow_truncated)
 
 
 def open_sources(
-    sources: Sequence[Source], *, header_only: bool = False, allow_truncated: bool = False
+    sources: Iterable[Source], *, header_only: bool = False, allow_truncated: bool = False
 ) -> GgufModel:
-    """The model whose shards, in order, are `sources`; they are read, and not closed.
+    """The model whose shards, in order, are `sources`.
 
     Args:
-        sources: all shards, the first one first.
+        sources: all shards, the first one first; each is closed before the next one is asked for,
+            since a set may have more files than a process may hold open.
         header_only: as for `open_gguf`; remote files too, whose weights stay where they are.
         allow_truncated: as for `open_gguf`.
 
     Raises:
         InputError: not GGUF, damaged, truncated, or shards that do not belong together.
     """
-    shards = tuple(location(s.name) for s in sources)
-    headers = [parse_header(source) for source in sources]
+    names, sizes, headers = [], [], []
+    for source in sources:
+        with closing(source):
+            headers.append(parse_header(source))
+            names.append(source.name)
+            sizes.append(source.size)
+    shards = tuple(map(location, names))
     warnings = check_numbers(shards, headers)
     located: list[list[Tensor]] = []
     bare = header_only
-    for index, (source, header) in enumerate(zip(sources, headers, strict=True)):
-        tensors, cut = locate(header, source.size, shards[index], index)
+    for index, (size, header) in enumerate(zip(sizes, headers, strict=True)):
+        tensors, cut = locate(header, size, shards[index], index)
         located.append(tensors)
         if cut and not header_only:
             if not allow_truncated:
                 raise cut
-            bare = bare or source.size <= header.data_start
+            bare = bare or size <= header.data_start
             warnings.append(f"{shards[index].name}: {cut.cause}")
     table = merge(shards, located)
     warnings += check_total(shards, headers, len(table))

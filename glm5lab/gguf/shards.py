@@ -3,13 +3,15 @@
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath
 
 from glm5lab.errors import InputError
 
 SHARD = re.compile(r"(?P<base>.*)-(?P<no>\d{5})-of-(?P<total>\d{5})\.gguf", re.IGNORECASE)
 MAX_LISTED = 8
+# The largest published set has 1,524 files; a name may claim 99,999 of them.
+MAX_SHARDS = 4096
 
 
 def find_shards(path: Path) -> tuple[Path, ...]:
@@ -73,8 +75,21 @@ def sister_names(name: str, place: str | PurePath) -> tuple[str, ...]:
             f"shard {number} of {total} cannot be (file names count from 1)",
             "give the file its original name",
         )
+    if total > MAX_SHARDS:
+        cause = f"its name says {total} shards, above the limit of {MAX_SHARDS}"
+        raise InputError(place, cause, "give the file its original name")
     suffix = name[-5:]
     return tuple(shard_name(match["base"], i, total)[:-5] + suffix for i in range(total))
+
+
+def missing_shards(
+    place: str | PurePath, missing: Sequence[str], total: int, fix: str, why: str = ""
+) -> InputError:
+    """The error for a set that is not complete; `missing` are file names, `why` how it shows."""
+    shown = ", ".join(missing[:MAX_LISTED])
+    more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
+    cause = f"{len(missing)} of its {total} shards are missing{why}: {shown}{more}"
+    return InputError(place, cause, fix)
 
 
 def one_model(paths: Iterable[str], place: str | PurePath, show: Callable[[str], object]) -> str:
@@ -111,13 +126,7 @@ def _sisters(path: Path) -> tuple[Path, ...]:
 def _complete(path: Path, sisters: tuple[Path, ...]) -> tuple[Path, ...]:
     missing = [s.name for s in sisters if not os.path.exists(s)]
     if missing:
-        shown = ", ".join(missing[:MAX_LISTED])
-        more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
-        raise InputError(
-            path,
-            f"{len(missing)} of its {len(sisters)} shards are missing: {shown}{more}",
-            f"put them into {path.parent}",
-        )
+        raise missing_shards(path, missing, len(sisters), f"put them into {path.parent}")
     return sisters
 
 

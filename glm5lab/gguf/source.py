@@ -7,7 +7,6 @@ being read would end the process with SIGBUS instead of an error.
 import os
 import stat
 from pathlib import Path, PurePath, PurePosixPath
-from types import TracebackType
 from typing import Protocol, Self
 
 from glm5lab.errors import InputError
@@ -15,6 +14,9 @@ from glm5lab.errors import InputError
 # Far above any header in use: a vocabulary of 154,880 with merges takes some 10 MiB. Text may take
 # four times its bytes as Python strings, so a hostile header of this size needs about 400 MB.
 LOCAL_LIMIT_MIB = 64
+# The first read of a header, so that a remote one takes few requests. Later shards hold no
+# tokenizer, and there may be a thousand of them.
+FIRST_READ, LATER_READ = 1 << 18, 1 << 14
 LEAST_LIMIT_MIB, MOST_LIMIT_MIB = 0.001, 1 << 20
 
 
@@ -25,11 +27,13 @@ class Source(Protocol):
         name: path or URL, for messages.
         size: bytes of the whole file.
         header_limit: how many bytes the header may have.
+        first_read: how many of them are read at once; each further read doubles what is there.
     """
 
     name: str
     size: int
     header_limit: int
+    first_read: int
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from `offset`; fewer only where the file ends. InputError when it fails."""
@@ -37,14 +41,19 @@ class Source(Protocol):
     def close(self) -> None:
         """Give back what reading needed; allowed more than once."""
 
-    def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+class Closing:
+    """`with` for what has a `close`."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
 
 def header_limit(default_mib: int) -> int:
@@ -72,15 +81,19 @@ def location(name: str) -> PurePath:
     return UrlPath(name) if "://" in name else Path(name)
 
 
-class FileSource:
+class FileSource(Closing):
     """A regular local file.
+
+    Args:
+        path: the file.
+        first_read: as in `Source`.
 
     Raises:
         InputError: not there, not readable, or a pipe, device or folder.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.name, self._descriptor = str(path), -1
+    def __init__(self, path: str | Path, first_read: int = FIRST_READ) -> None:
+        self.name, self.first_read, self._descriptor = str(path), first_read, -1
         self.header_limit = header_limit(LOCAL_LIMIT_MIB)
         try:
             # Without O_NONBLOCK, opening a pipe waits for a writer.
@@ -115,17 +128,6 @@ class FileSource:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _fail(self, error: Exception) -> InputError:
         why = getattr(error, "strerror", None) or error
