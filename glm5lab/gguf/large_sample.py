@@ -4,13 +4,13 @@ The files are sparse: headers are there, the weights are holes that read as zero
 reader, and for trying `inspect`, `map` and `plan` at full size.
 """
 
-import os
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from glm5lab.architecture import Glm5Architecture
-from glm5lab.errors import InputError
 from glm5lab.gguf.byte_level import byte_characters
+from glm5lab.gguf.layouts import type_size
 from glm5lab.gguf.quantize_rules import quantized_type
 from glm5lab.gguf.sample import add_metadata
 from glm5lab.gguf.sample_tokenizer import (
@@ -21,13 +21,15 @@ from glm5lab.gguf.sample_tokenizer import (
     USER_DEFINED,
     SampleVocabulary,
 )
-from glm5lab.gguf.shapes import Shape, tensor_shapes
-from glm5lab.gguf.shards import shard_name
+from glm5lab.gguf.shapes import tensor_shapes
 from glm5lab.gguf.tensors import type_sizes
+from glm5lab.gguf.writing import SparseTensor, divide, write_sparse_files
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 NAME = "GLM-5-sized-Q4_K_M"
 TYPES = "q4_k_m"
-ALIGNMENT = 32
 
 
 def write_large_sample(folder: Path, shards: int = 12) -> Path:
@@ -51,57 +53,15 @@ def write_sparse(
     folder: Path, arch: Glm5Architecture, vocabulary: SampleVocabulary, base: str, shards: int
 ) -> Path:
     """Write a set with llama-quantize's Q4_K_M types and no weights; see `write_large_sample`."""
-    from gguf import GGUFValueType, GGUFWriter
+    tensors = []
+    for name, shape in tensor_shapes(arch).items():
+        kind = quantized_type(name, shape, arch.block_count, TYPES)
+        tensors.append(SparseTensor(name, shape, *type_size(type_sizes()[kind][0], shape)))
 
-    tensors = list(tensor_shapes(arch).items())
-    bounds = [len(tensors) * i // shards for i in range(shards + 1)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for index, (a, b) in enumerate(pairwise(bounds)):
-            path = folder / _file_name(base, index, shards)
-            writer = GGUFWriter(path, "glm-dsa")
-            if index == 0:
-                add_metadata(writer, arch, TYPES, vocabulary)
-            else:
-                writer.kv_data[0].clear()  # as llama-gguf-split: only the first has the metadata
-            if shards > 1:
-                writer.add_uint16("split.no", index)
-                writer.add_uint16("split.count", shards)
-                writer.add_key_value("split.tensors.count", len(tensors), GGUFValueType.INT32)
-            nbytes = _add_tensors(writer, tensors[a:b], arch.block_count)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            writer.close()
-            start = -(-path.stat().st_size // ALIGNMENT) * ALIGNMENT
-            os.truncate(path, start + nbytes)
-    except OSError as error:
-        raise InputError(
-            folder,
-            f"cannot be written: {error.strerror or error}",
-            "name a folder on a file system that holds sparse files of 100 GB",
-        ) from error
-    return folder / _file_name(base, 0, shards)
+    def add_keys(writer: "GGUFWriter") -> None:
+        add_metadata(writer, arch, TYPES, vocabulary)
 
-
-def _file_name(base: str, index: int, shards: int) -> str:
-    return shard_name(base, index, shards) if shards > 1 else f"{base}.gguf"
-
-
-def _add_tensors(writer: "object", tensors: list[tuple[str, Shape]], blocks: int) -> int:
-    """Describe tensors to a GGUFWriter; returns the bytes of their data."""
-    import numpy as np
-    from gguf import GGMLQuantizationType, GGUFWriter
-
-    assert isinstance(writer, GGUFWriter)
-    total = 0
-    for name, shape in tensors:
-        kind = GGMLQuantizationType(quantized_type(name, shape, blocks, TYPES))
-        _, block, block_bytes = type_sizes()[kind]
-        nbytes = int(np.prod(shape, dtype=np.int64)) // block * block_bytes
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
-        total += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return total
+    return write_sparse_files(folder, base, divide(tensors, shards), add_keys)
 
 
 def large_vocabulary(size: int) -> SampleVocabulary:

@@ -6,21 +6,18 @@ A set of 455 GB takes some megabytes on disk. What reads headers only (inspect, 
 it as on the real files; the weights read as zeros.
 """
 
-import os
-import struct
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from glm5lab.errors import InputError
-from glm5lab.gguf.layouts import Layout, LayoutTensor
-from glm5lab.gguf.sample_tokenizer import CHAT_TEMPLATE, published_vocabulary
-from glm5lab.gguf.shards import shard_name
+from glm5lab.gguf.layouts import Layout
+from glm5lab.gguf.sample import add_tokenizer
+from glm5lab.gguf.sample_tokenizer import published_vocabulary
+from glm5lab.gguf.writing import SparseTensor, divide, write_sparse_files
 
-ALIGNMENT = 32
-U16, U32, I32, F32, BOOL, STRING, ARRAY = 2, 4, 5, 6, 7, 8, 9
-PACK = {U16: "<H", U32: "<I", I32: "<i", F32: "<f", BOOL: "<?"}
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 
 def write_layout(
@@ -42,109 +39,38 @@ def write_layout(
     Raises:
         InputError: the folder cannot be written or does not hold files of this size.
     """
-    folder = Path(folder).expanduser()
-    parts = _parts(layout, shards)
-    names = [f"{layout.name}.gguf"]
-    if len(parts) > 1:
-        names = [shard_name(layout.name, i, len(parts)) for i in range(len(parts))]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for index, (name, part) in enumerate(zip(names, parts, strict=True)):
-            keys = [] if index else _model_keys(layout, vocabulary)
-            if len(parts) > 1:
-                keys += [
-                    _key("split.no", index, U16),
-                    _key("split.count", len(parts), U16),
-                    _key("split.tensors.count", len(layout.tensors), I32),
-                ]
-            _write_file(folder / name, keys, part)
-    except OSError as error:
-        raise InputError(
-            folder, f"cannot be written: {error.strerror or error}", "choose another folder"
-        ) from error
-    return folder / names[0]
+
+    def add_keys(writer: "GGUFWriter") -> None:
+        _add_metadata(writer, layout)
+        if vocabulary:
+            add_tokenizer(writer, published_vocabulary(layout.architecture.vocab_size))
+
+    return write_sparse_files(
+        Path(folder).expanduser(), layout.name, _parts(layout, shards), add_keys
+    )
 
 
-def _parts(layout: Layout, shards: int | None) -> list[Sequence[LayoutTensor]]:
+def _parts(layout: Layout, shards: int | None) -> list[Sequence[SparseTensor]]:
     """The tensors of each file: as published, or about the same number in each."""
-    total = len(layout.tensors)
+    tensors = [SparseTensor(t.name, t.shape, t.type_id, t.nbytes) for t in layout.tensors]
     if shards is None:
-        bounds = [0]
-        for count in layout.shard_tensors:
-            bounds.append(bounds[-1] + count)
-    else:
-        if not 1 <= shards <= total:
-            raise InputError(layout.name, f"shards: {shards} is out of range", f"use 1 to {total}")
-        bounds = [total * i // shards for i in range(shards + 1)]
-    return [layout.tensors[a:b] for a, b in pairwise(bounds)]
+        rest = iter(tensors)
+        return [[next(rest) for _ in range(count)] for count in layout.shard_tensors]
+    if not 1 <= shards <= len(tensors):
+        raise InputError(
+            layout.name, f"shards: {shards} is out of range", f"use 1 to {len(tensors)}"
+        )
+    return divide(tensors, shards)
 
 
-def _model_keys(layout: Layout, vocabulary: bool) -> list[bytes]:
-    keys = [_key(name, value) for name, value in layout.metadata.items()]
-    return keys + (_tokenizer_keys(layout.architecture.vocab_size) if vocabulary else [])
+def _add_metadata(writer: "GGUFWriter", layout: Layout) -> None:
+    """The layout's keys, of the type that follows from the value; whole numbers are U32."""
+    from gguf import GGUFValueType
 
-
-def _tokenizer_keys(size: int) -> list[bytes]:
-    v = published_vocabulary(size)
-    return [
-        _key("tokenizer.ggml.model", "gpt2"),
-        _key("tokenizer.ggml.pre", "glm4"),
-        _key("tokenizer.ggml.tokens", v.tokens),
-        _key("tokenizer.ggml.token_type", v.types),
-        _key("tokenizer.ggml.merges", v.merges),
-        _key("tokenizer.ggml.eos_token_id", v.id("<|endoftext|>")),
-        _key("tokenizer.ggml.eot_token_id", v.id("<|user|>")),
-        _key("tokenizer.ggml.eom_token_id", v.id("<|observation|>")),
-        _key("tokenizer.ggml.bos_token_id", v.id("[gMASK]")),
-        _key("tokenizer.ggml.padding_token_id", v.id("[MASK]")),
-        _key("tokenizer.chat_template", CHAT_TEMPLATE),
-    ]
-
-
-def _write_file(path: Path, keys: list[bytes], tensors: Sequence[LayoutTensor]) -> None:
-    """Header, padding, and a hole as long as the tensors."""
-    infos, offset = [], 0
-    for t in tensors:
-        dims = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape))
-        infos.append(_string(t.name) + dims + struct.pack("<IQ", t.type_id, offset))
-        offset += _padded(t.nbytes)
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(keys)) + b"".join([*keys, *infos])
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(head)
-            file.truncate(_padded(len(head)) + offset)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _string(text: str) -> bytes:
-    raw = text.encode()
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def _key(name: str, value: Any, kind: int | None = None) -> bytes:
-    """One key and its value; the type follows from the value where `kind` does not say it."""
-    kind = _kind(value) if kind is None else kind
-    return _string(name) + struct.pack("<I", kind) + _value(value, kind)
-
-
-def _kind(value: Any) -> int:
-    kinds = {bool: BOOL, int: U32, float: F32, str: STRING, list: ARRAY}
-    return kinds[type(value)]
-
-
-def _value(value: Any, kind: int) -> bytes:
-    if kind == STRING:
-        return _string(value)
-    if kind != ARRAY:
-        return struct.pack(PACK[kind], value)
-    # Converters write token types as signed numbers, everything else as _kind has it.
-    item = I32 if isinstance(value[0], int) and not isinstance(value[0], bool) else _kind(value[0])
-    head = struct.pack("<IQ", item, len(value))
-    return head + b"".join(_value(v, item) for v in value)
+    for key, value in layout.metadata.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif key != "general.architecture":  # the writer has that one
+            kind = GGUFValueType.get_type(value)
+            whole = kind == GGUFValueType.INT32
+            writer.add_key_value(key, value, GGUFValueType.UINT32 if whole else kind)

@@ -6,7 +6,6 @@ write_sample("build/tiny", kind="share", types="mix", shards=3, hf=True)
 import contextlib
 import os
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,8 @@ from glm5lab.gguf.quantize import dequantize, quantize
 from glm5lab.gguf.sample_tokenizer import CHAT_TEMPLATE, SampleVocabulary, sample_vocabulary
 from glm5lab.gguf.sample_types import TYPES, tensor_type
 from glm5lab.gguf.sample_weights import from_gguf_values, random_weights, to_gguf
-from glm5lab.gguf.shards import SHARD, shard_name
+from glm5lab.gguf.shards import SHARD
+from glm5lab.gguf.writing import divide, file_names, shard_writer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -112,9 +112,7 @@ def _check_arguments(
 
 def _divide(items: Sequence[Item], shards: int, metadata_first: bool) -> list[Sequence[Item]]:
     """Tensors of each shard: about the same number each, none in a metadata-only first one."""
-    filled = shards - metadata_first
-    bounds = [len(items) * i // filled for i in range(filled + 1)]
-    parts = [items[a:b] for a, b in pairwise(bounds)]
+    parts = divide(items, shards - metadata_first)
     return [[], *parts] if metadata_first else parts
 
 
@@ -122,24 +120,16 @@ def _write_shards(
     folder: Path, base: str, arch: Glm5Architecture, types: str, parts: list[Sequence[Item]]
 ) -> list[Path]:
     """Write all shards under temporary names, then rename; older files of that name go."""
-    from gguf import GGUFValueType, GGUFWriter
+
+    def add_keys(writer: "GGUFWriter") -> None:
+        add_metadata(writer, arch, types, sample_vocabulary(arch.vocab_size))
 
     total = sum(len(p) for p in parts)
-    names = [f"{base}.gguf"]
-    if len(parts) > 1:
-        names = [shard_name(base, i, len(parts)) for i in range(len(parts))]
+    names = file_names(base, len(parts))
     temporary = [folder / f".{name}.part" for name in names]
     try:
         for index, (part, path) in enumerate(zip(parts, temporary, strict=True)):
-            writer = GGUFWriter(path, "glm-dsa")
-            if index == 0:
-                add_metadata(writer, arch, types, sample_vocabulary(arch.vocab_size))
-            else:
-                writer.kv_data[0].clear()  # as llama-gguf-split: only the first has the metadata
-            if len(parts) > 1:
-                writer.add_uint16("split.no", index)
-                writer.add_uint16("split.count", len(parts))
-                writer.add_key_value("split.tensors.count", total, GGUFValueType.INT32)
+            writer = shard_writer(path, index, len(parts), total, add_keys)
             for name, data, type_id in part:
                 writer.add_tensor(name, data, raw_dtype=_gguf_type(type_id))
             writer.write_header_to_file()
@@ -209,10 +199,11 @@ def add_metadata(w: "GGUFWriter", a: Glm5Architecture, types: str, v: SampleVoca
     if set(a.indexer_types) != {FULL}:
         flags = [a.has_indexer(layer) for layer in range(a.block_count)]
         w.add_array("glm-dsa.attention.indexer.types", flags)
-    _add_tokenizer(w, v)
+    add_tokenizer(w, v)
 
 
-def _add_tokenizer(w: "GGUFWriter", v: SampleVocabulary) -> None:
+def add_tokenizer(w: "GGUFWriter", v: SampleVocabulary) -> None:
+    """The tokenizer's keys."""
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("glm4")
     w.add_token_list(v.tokens)
