@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from glm5lab import __version__, bench_commands
-from glm5lab.errors import CheckError, Glm5labError
+from glm5lab.errors import CheckError, Glm5labError, printable
 
 app = typer.Typer(
     name="glm5lab",
@@ -192,7 +192,7 @@ def map_names(
     gpu = {"auto": None, "gpu": True, "cpu": False}[device]
     if as_json:
         content, complete = map_json(file, tp, pp, gpu)
-        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(content, indent=2))
     else:
         text, complete = map_text(file, tp, pp, tensors, gpu)
         typer.echo(text)
@@ -325,7 +325,7 @@ def _report(error: Exception) -> int:
     if isinstance(error, Glm5labError):
         print(f"glm5lab: {error}", file=sys.stderr)
         return error.exit_code
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    text = printable(f"{type(error).__name__}: {error}".splitlines()[0])
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("glm5lab"):
         fix = "`glm5lab env` says what is missing and how to get it"
     else:

@@ -25,7 +25,7 @@ class InputError(Glm5labError, ValueError):
 
     Args:
         file: the file or folder in question.
-        cause: what was found, and what was expected.
+        cause: what was found, and what was expected; may quote the file as it is.
         fix: what the user can do.
     """
 
@@ -34,11 +34,25 @@ class InputError(Glm5labError, ValueError):
     def __init__(self, file: str | PurePath, cause: str, fix: str) -> None:
         if len(cause) > LONGEST:
             cause = f"{cause[:LONGEST]} ... ({len(cause)} characters)"
-        super().__init__(f"{file}: {cause}; {fix}")
+        cause = printable(cause)
+        super().__init__(f"{printable(str(file))}: {cause}; {fix}")
         self.file, self.cause, self.fix = str(file), cause, fix
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (self.file, self.cause, self.fix)
+
+
+def printable(text: str) -> str:
+    """Text that a file or a user gave, as one line that no terminal obeys.
+
+    Line breaks, escape sequences, marks that reverse the direction of writing and halves of
+    surrogate pairs are written out, as Python's repr does.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 def brief(value: object) -> str:

@@ -24,6 +24,11 @@ def notes(model: GgufModel) -> list[str]:
     return found
 
 
+def opened(source: str | Path | GgufModel) -> GgufModel:
+    """An open model as it is; one by its path or address without asking for its weights."""
+    return source if isinstance(source, GgufModel) else open_gguf(source, allow_truncated=True)
+
+
 def inspect_json(source: str | Path | GgufModel) -> dict[str, Any]:
     """Everything in the headers of a model's files, as plain values.
 
@@ -33,7 +38,7 @@ def inspect_json(source: str | Path | GgufModel) -> dict[str, Any]:
     Raises:
         InputError: the file cannot be used.
     """
-    model = source if isinstance(source, GgufModel) else open_gguf(source, allow_truncated=True)
+    model = opened(source)
     by_type: Counter[str] = Counter()
     by_role: Counter[str] = Counter()
     in_shard: Counter[int] = Counter()

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glm5lab.errors import printable
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.kernels import gpu_here
 from glm5lab.gguf.layer_ranges import layer_ranges
-from glm5lab.gguf.reader import GgufModel, open_gguf, require_glm5
+from glm5lab.gguf.reader import GgufModel, require_glm5
 from glm5lab.gguf.tensors import BLOCK_NAME
 from glm5lab.loading.names import split_names
 from glm5lab.loading.reconcile import missing_tensors, sentences
 from glm5lab.loading.table import name_table
-from glm5lab.views.inspection import notes
+from glm5lab.views.inspection import notes, opened
 from glm5lab.views.tables import human_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def names_text(names: NameMap, tensors: bool = False) -> str:
     shown = names.problems if tensors else fold_sentences(names.problems)
     lines += [*summary(names), *(f"note: {note}" for note in notes(names.model))]
     lines += [f"problem: {problem}" for problem in shown]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def folded(loaded: "pd.DataFrame", gpu: bool) -> list[str]:
@@ -198,7 +199,7 @@ def map_text(
     Raises:
         InputError: the file cannot be read or is not GLM-5, or tp or pp cannot be.
     """
-    names = name_map(_open(source), tp=tp, pp=pp, gpu=gpu)
+    names = name_map(opened(source), tp=tp, pp=pp, gpu=gpu)
     return names_text(names, tensors), not names.problems
 
 
@@ -209,7 +210,7 @@ def map_json(
 
     Bytes are whole numbers; layer is null outside the blocks, stage null where dropped.
     """
-    names = name_map(_open(source), tp=tp, pp=pp, gpu=gpu)
+    names = name_map(opened(source), tp=tp, pp=pp, gpu=gpu)
     table = names.table.astype(object)
     table["shape"] = table["shape"].map(list)
     table["layer"] = table["layer"].where(table["layer"].notna(), None)
@@ -227,8 +228,3 @@ def map_json(
         "problems": names.problems,
     }
     return content, not names.problems
-
-
-def _open(source: str | Path | GgufModel) -> GgufModel:
-    # Names need no weights: a file that is cut inside them is mapped, with a warning.
-    return source if isinstance(source, GgufModel) else open_gguf(source, allow_truncated=True)

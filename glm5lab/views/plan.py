@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from glm5lab.errors import printable
 from glm5lab.gguf.memory import GIB, KV_DTYPES, index_row_bytes, kv_row_bytes
 from glm5lab.gguf.parallel import Split
 from glm5lab.gguf.plan import Plan, make_plan
-from glm5lab.gguf.reader import GgufModel, open_gguf
+from glm5lab.gguf.reader import GgufModel
 from glm5lab.loading.reconcile import missing_tensors
-from glm5lab.views.inspection import notes
+from glm5lab.views.inspection import notes, opened
 from glm5lab.views.names import columns
 from glm5lab.views.tables import human_bytes
 
@@ -25,11 +26,6 @@ CONTEXT_RANKS = (
     "dcp needs an attention backend with context parallelism; this version's TRITON_MLA_SPARSE "
     "has none"
 )
-
-
-def opened(source: str | Path | GgufModel) -> GgufModel:
-    """An open model as it is; one by its path or address without asking for its weights."""
-    return source if isinstance(source, GgufModel) else open_gguf(source, allow_truncated=True)
 
 
 def plan_notes(model: GgufModel, plan: Plan) -> list[str]:
@@ -60,7 +56,7 @@ def plan_text(
     plan = make_plan(model, gpus, gpu_memory, **options)
     lines = [headline(plan), *verdict(plan), "", *stage_lines(plan), "", *cache_lines(plan)]
     lines += ["", *split_lines(plan), *(f"note: {note}" for note in plan_notes(model, plan))]
-    return "\n".join(lines), plan.fits
+    return "\n".join(map(printable, lines)), plan.fits
 
 
 def headline(plan: Plan) -> str:

@@ -1,19 +1,23 @@
 """Tables for the terminal and for notebooks."""
 
 import io
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glm5lab.architecture import MAX_BLOCKS
+from glm5lab.errors import printable
 from glm5lab.gguf.layer_ranges import layer_ranges
-from glm5lab.gguf.reader import GgufModel, Tensor, open_gguf
-from glm5lab.views.inspection import notes
+from glm5lab.gguf.reader import GgufModel, Tensor
+from glm5lab.views.inspection import notes, opened
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+LONGEST_CELL = 2000  # characters; values in a damaged file may have any length
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # What the first lines of `inspect` show: label, keys of glm-dsa.*.
 SUMMARY = (
@@ -55,33 +59,25 @@ def inspect_text(source: str | Path | GgufModel, width: int | None = None) -> st
     """
     from rich.console import Console
 
-    model = source if isinstance(source, GgufModel) else open_gguf(source, allow_truncated=True)
+    model = opened(source)
     columns = width or shutil.get_terminal_size((100, 40)).columns
     console = Console(file=io.StringIO(), width=columns, color_system=None, force_jupyter=False)
     with console.capture() as capture:
-        _print(model, console)
+        console.print(_text(str(model.path)), soft_wrap=True)
+        console.print(summary_table(model))
+        console.print()
+        console.print(role_table(model))
+        for note in notes(model):
+            console.print(_text(f"note: {note}"))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def print_inspect(model: GgufModel, console: "Console | None" = None) -> None:
-    """Print what `inspect_text` returns, with colours where the console has them.
+def _text(value: str) -> "Text":
+    """A string from the file for rich: nothing in it is markup or moves the cursor."""
+    from rich.text import Text
 
-    Args:
-        model: an open GGUF; any architecture.
-        console: where to; standard output when None.
-    """
-    from rich.console import Console
-
-    _print(model, console or Console())
-
-
-def _print(model: GgufModel, console: "Console") -> None:
-    console.print(model.path, soft_wrap=True, highlight=False, markup=False)
-    console.print(summary_table(model))
-    console.print()
-    console.print(role_table(model))
-    for note in notes(model):
-        console.print(f"note: {note}", highlight=False, markup=False)
+    cut = value if len(value) <= LONGEST_CELL else f"{value[:LONGEST_CELL]} ..."
+    return Text(printable(cut))
 
 
 def summary_table(model: GgufModel) -> "Table":
@@ -90,30 +86,40 @@ def summary_table(model: GgufModel) -> "Table":
 
     data = model.metadata
     table = Table(show_header=False, box=None, pad_edge=False)
-    parameters = sum(_elements(t) for t in model.tensors.values())
+    parameters = sum(math.prod(t.shape) for t in model.tensors.values())
     shards = f"{len(model.shards)} file" + "s" * (len(model.shards) > 1)
-    empty = [i + 1 for i in range(len(model.shards)) if not _in_shard(model, i)]
+    filled = {t.shard for t in model.tensors.values()}
+    empty = [i + 1 for i in range(len(model.shards)) if i not in filled]
     if empty:
         shards += f", without tensors: number {layer_ranges(empty)}"
-    table.add_row("model", f"{data.get('general.name', 'unnamed')} ({model.architecture})")
-    table.add_row(
-        "size",
+    rows = {"model": f"{data.get('general.name', 'unnamed')} ({model.architecture})"}
+    rows["size"] = (
         f"{human_bytes(model.nbytes)} in {len(model.tensors)} tensors and {shards}, "
-        f"{_count(parameters)} parameters",
+        f"{_count(parameters)} parameters"
     )
     for label, keys in SUMMARY:
         values = [data.get(f"{model.architecture}.{k}") for k in keys]
         if any(v is not None for v in values):
-            table.add_row(label, ", ".join("-" if v is None else str(v) for v in values))
+            rows[label] = ", ".join(_value(v) for v in values)
     types = data.get(f"{model.architecture}.attention.indexer.types")
     if isinstance(types, list):
-        table.add_row("layers with an indexer", layer_ranges(i for i, on in enumerate(types) if on))
+        full = (i for i, on in enumerate(types[:MAX_BLOCKS]) if on)
+        rows["layers with an indexer"] = layer_ranges(full)
     tokens = data.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
         kind = f"{data.get('tokenizer.ggml.model')}, {data.get('tokenizer.ggml.pre')}"
         chat = "with" if "tokenizer.chat_template" in data else "without"
-        table.add_row("tokenizer", f"{kind}: {len(tokens)} tokens, {chat} chat template")
+        rows["tokenizer"] = f"{kind}: {len(tokens)} tokens, {chat} chat template"
+    for label, value in rows.items():
+        table.add_row(label, _text(value))
     return table
+
+
+def _value(value: Any) -> str:
+    """A number of the metadata; files may hold one a layer, damaged ones anything."""
+    if isinstance(value, list) and len(value) > MAX_BLOCKS:
+        return f"{len(value)} values"
+    return "-" if value is None else str(value)
 
 
 def role_table(model: GgufModel) -> "Table":
@@ -137,11 +143,12 @@ def role_table(model: GgufModel) -> "Table":
         shapes = dict.fromkeys("x".join(map(str, t.shape)) for t in tensors)
         size = sum(t.nbytes for t in tensors)
         row = [role, layer_ranges(layers), " ".join(shapes), _types(tensors), str(len(tensors))]
-        table.add_row(*row, human_bytes(size))
+        table.add_row(*map(_text, row), human_bytes(size))
         for t in tensors:
             by_type[t.type] += t.nbytes
     shares = (f"{name} {human_bytes(n)}" for name, n in by_type.most_common())
-    table.caption, table.caption_justify = "bytes by type: " + ", ".join(shares), "left"
+    table.caption = _text("bytes by type: " + ", ".join(shares))
+    table.caption_justify = "left"
     return table
 
 
@@ -153,17 +160,6 @@ def _types(tensors: list[Tensor]) -> str:
     if len(groups) == 1 or tensors[0].layer is None:
         return " ".join(groups)
     return ", ".join(f"{name} {layer_ranges(layers)}" for name, layers in groups.items())
-
-
-def _elements(t: Tensor) -> int:
-    count = 1
-    for n in t.shape:
-        count *= n
-    return count
-
-
-def _in_shard(model: GgufModel, index: int) -> int:
-    return sum(t.shard == index for t in model.tensors.values())
 
 
 def _count(n: int) -> str:
