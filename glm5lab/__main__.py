@@ -16,6 +16,7 @@ import typer
 
 from glm5lab import __version__, bench_commands
 from glm5lab.errors import CheckError, Glm5labError, printable
+from glm5lab.json_output import require_writable, write_json
 
 app = typer.Typer(
     name="glm5lab",
@@ -296,11 +297,13 @@ def fuzz(
     if case is not None:
         typer.echo(keep_case(seed, case))
         return
+    require_writable(out)
     text, report = run_command(cases, seed, seconds, jobs)
     typer.echo(text)
-    if out is not None:
-        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(out, report)
     if not report["ok"]:
+        if not report["cases"]:
+            raise CheckError("no case ran")
         raise CheckError("some cases failed; `glm5lab fuzz --case N` writes one's files")
 
 

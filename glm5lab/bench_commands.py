@@ -1,12 +1,12 @@
 """`glm5lab bench`: measurements, each beside the tool that people use otherwise."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from glm5lab.errors import CheckError
+from glm5lab.json_output import require_writable, write_json
 
 app = typer.Typer(
     name="bench",
@@ -34,9 +34,9 @@ def reader(
     """Layer 1: the table of a GLM-5-sized set, beside gguf-py's GGUFReader."""
     from glm5lab.gguf.bench import bench_reader, bench_text
 
+    require_writable(out)
     result = bench_reader(rounds, keep)
     typer.echo(bench_text(result))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(out, result)
     if not result["ok"]:
         raise CheckError("the reader missed a limit; see above")

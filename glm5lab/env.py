@@ -47,6 +47,13 @@ SHARED_MEMORY = {
 }
 
 
+def child_environment() -> dict[str, str]:
+    """The environment for a Python process that imports this package, installed or not."""
+    here = str(Path(__file__).parents[1])
+    path = os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p)
+    return {**os.environ, "PYTHONPATH": path}
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One GPU as nvidia-smi reports it.

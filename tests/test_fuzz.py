@@ -2,18 +2,21 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 from typer.testing import CliRunner
 
 from glm5lab.__main__ import app
-from glm5lab.fuzz import run
+from glm5lab.errors import InputError
+from glm5lab.fuzz import case, run
 from glm5lab.fuzz.case import write_case
 from glm5lab.fuzz.draft import Draft, base_sets, write_bytes
 from glm5lab.fuzz.mutations import BYTES, STRUCTURE
-from glm5lab.fuzz.report import fuzz_text
+from glm5lab.fuzz.report import FuzzReport, fuzz_text
 from glm5lab.gguf.reader import open_gguf
 
 KINDS = {m.__name__ for m in (*STRUCTURE, *BYTES)}
@@ -46,6 +49,7 @@ def test_the_whole_run(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["cases"] == 20_000
 
 
+@pytest.mark.slow
 def test_every_fault_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
     monkeypatch.setattr(run, "HANG_S", 8.0)
@@ -69,7 +73,50 @@ def test_a_child_that_does_not_start() -> None:
 
 def test_time_ends_a_run() -> None:
     report = run.run_fuzz(10_000_000, seconds=5, jobs=1)
-    assert report.cases < 10_000
+    assert 0 < report.cases < 10_000
+
+
+def test_a_run_without_cases_proves_nothing() -> None:
+    report = run.run_fuzz(100, seconds=0, jobs=1)  # the time is up before the child has started
+    assert 0 < report.cases < 100
+    none = FuzzReport(0)
+    assert not none.ok
+    assert "no handles: not tried" in fuzz_text(none)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ([{"seconds": 0.5}], 0),
+        ([{"seconds": 3.0}, {"seconds": 0.5}], 1),
+        ([{"seconds": 3.0}, {"seconds": 4.0}], 0),
+        ([{"seconds": 3.0, "expected": False}], 0),
+        ([{"seconds": 3.0, "handles": 1}], 0),
+        ([{"seconds": 3.0}, {"seconds": 4.0, "expected": False}], 1),
+        ([{"seconds": 3.0}, {"seconds": 4.0, "handles": 1}], 1),
+    ],
+)
+def test_slow_cases_run_again_and_lose_no_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fields: list[dict[str, Any]], kept: int
+) -> None:
+    sound = case.Outcome(0, "", "done", "", True, "", 0.0, 0.0, 0, 0.0)
+    runs = [replace(sound, **changes) for changes in fields]
+    waiting = list(runs)
+    monkeypatch.setattr(case, "_run_once", lambda *_: waiting.pop(0))
+    assert case.run_case([], 0, 0, tmp_path) == runs[kept]
+    assert waiting == []
+
+
+@pytest.mark.parametrize("command", [["fuzz"], ["bench", "reader"]])
+@pytest.mark.parametrize("name", ["none/out.json", "", "file/out.json"])
+def test_figures_that_cannot_be_written(tmp_path: Path, command: list[str], name: str) -> None:
+    """Refused before the run, not behind it."""
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / name)])
+    assert isinstance(done.exception, InputError)
+    assert "cannot be written" in str(done.exception)
+    assert done.stdout == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_bases_are_sound(bases: list[list[Draft]], tmp_path: Path) -> None:

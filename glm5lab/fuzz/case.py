@@ -1,5 +1,6 @@
 """One case: damaged files, and everything in this package that reads headers run over them."""
 
+import json
 import os
 import shutil
 import time
@@ -29,7 +30,7 @@ class Outcome:
     Attributes:
         index: its number.
         kind: the (first) mutation.
-        stage: how far it came: open, table, config, tokenizer, names, show; "done" is all.
+        stage: how far it came: open, table, show, config, template, tokenizer, names, or done.
         error: "" when nothing was raised, "InputError" and the like.
         expected: whether the error is one of ours.
         detail: the message, one line.
@@ -81,13 +82,19 @@ def write_case(bases: list[list[Draft]], seed: int, index: int, folder: Path) ->
 def run_case(bases: list[list[Draft]], seed: int, index: int, folder: Path) -> Outcome:
     """Write a case into `folder` and read it in every way.
 
-    A case above SLOW_S runs a second time and the faster run counts: what is slow is slow twice,
-    while a busy machine stalls now and then.
+    A case that is at fault for its time alone runs again and the faster run counts: what is slow
+    is slow twice, while a busy machine stalls now and then. No other fault of either run is lost.
     """
     first = _run_once(bases, seed, index, folder)
-    if first.seconds <= SLOW_S:
+    if first.seconds <= SLOW_S or _at_fault(first):
         return first
-    return min(first, _run_once(bases, seed, index, folder), key=lambda o: o.seconds)
+    second = _run_once(bases, seed, index, folder)
+    return second if _at_fault(second) else min(first, second, key=lambda o: o.seconds)
+
+
+def _at_fault(o: Outcome) -> bool:
+    """Whether a run failed for another reason than its time."""
+    return not o.expected or o.handles > 0
 
 
 def _run_once(bases: list[list[Draft]], seed: int, index: int, folder: Path) -> Outcome:
@@ -125,7 +132,8 @@ class _Stages:
 
     def run(self) -> None:
         """All of them; raises what the first that fails raises."""
-        from glm5lab.gguf.config import hf_config
+        from glm5lab.gguf.chat import read_template
+        from glm5lab.gguf.config import generation_config, hf_config
         from glm5lab.gguf.reader import open_gguf
         from glm5lab.gguf.tokenizer import write_tokenizer
         from glm5lab.loading.reconcile import reconcile
@@ -139,6 +147,10 @@ class _Stages:
             self._show(model)
         self.stage = "config"
         config = hf_config(model)
+        generation_config(model)
+        self.stage = "template"
+        with suppress(Glm5labError):
+            read_template(model)
         self.stage = "tokenizer"
         (self.folder / "hf").mkdir()
         write_tokenizer(model, self.folder / "hf")
@@ -147,16 +159,22 @@ class _Stages:
         self.stage = "done"
 
     def _show(self, model: "GgufModel") -> None:
-        """What the commands print."""
-        from glm5lab.views.names import name_map, names_text
-        from glm5lab.views.plan import plan_text
+        """What the commands print; `inspect` shows every file that opens."""
+        from glm5lab.views.inspection import inspect_json
+        from glm5lab.views.names import map_json, map_text
+        from glm5lab.views.plan import plan_json, plan_text
         from glm5lab.views.tables import inspect_text
 
         inspect_text(model)
-        with suppress(Glm5labError):
-            names_text(name_map(model, gpu=True))
-        with suppress(Glm5labError):
-            plan_text(model, 1, 24.0)
+        json.dumps(inspect_json(model), allow_nan=False)
+        for show in (
+            lambda: map_text(model, gpu=True),
+            lambda: json.dumps(map_json(model, gpu=True), allow_nan=False),
+            lambda: plan_text(model, 1, 24.0),
+            lambda: json.dumps(plan_json(model, 1, 24.0), allow_nan=False),
+        ):
+            with suppress(Glm5labError):
+                show()
 
 
 def peak_mb() -> float:

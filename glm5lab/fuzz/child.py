@@ -33,7 +33,7 @@ def main() -> None:
 def _imports() -> None:
     import pandas  # noqa: F401
 
-    from glm5lab.views import names, plan, tables  # noqa: F401
+    from glm5lab.views import inspection, names, plan, tables  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ class FuzzReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no case failed."""
-        return not self.failures
+        """Whether cases ran and none failed."""
+        return self.cases > 0 and not self.failures
 
     def add(self, outcome: Outcome) -> None:
         """Count one case."""
@@ -108,5 +108,6 @@ def fuzz_text(report: FuzzReport) -> str:
     more = len(report.failures) - SHOWN
     lines += [f"and {more} more failures"] if more > 0 else []
     kept = "kept" if report.ok else f"MISSED by {len(report.failures)} cases"
+    kept = kept if report.cases else "not tried"
     lines.append(f"limits: our errors only, {SLOW_S:g} s, {LIMIT_MB:.0f} MB, no handles: {kept}")
     return "\n".join(lines)

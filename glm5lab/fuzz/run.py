@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from glm5lab.env import child_environment
 from glm5lab.fuzz.case import Outcome
 from glm5lab.fuzz.report import FuzzReport
 
@@ -36,7 +37,7 @@ def run_fuzz(
     Args:
         cases: how many.
         seed: another seed, other cases.
-        seconds: stop after so many seconds, whatever is done by then.
+        seconds: stop after so many seconds, whatever is done by then, but at least one case.
         jobs: child processes; default is the machine's cores, at most 8.
         progress: called with the number of cases done.
         child: the module that runs them; tests put a broken one in its place.
@@ -55,7 +56,8 @@ def run_fuzz(
         try:
             running = jobs
             while running:
-                if seconds is not None and time.monotonic() > start + seconds:
+                late = seconds is not None and time.monotonic() > start + seconds
+                if late and report.cases:
                     stop.set()
                 with contextlib.suppress(queue.Empty):
                     item = done.get(timeout=0.2)
@@ -137,15 +139,13 @@ class _Worker(threading.Thread):
 
     def _spawn(self) -> "subprocess.Popen[bytes]":
         numbers = (self.seed, self.next, self.cases, self.step)
-        here = str(Path(__file__).parents[2])  # also where glm5lab is not installed
-        path = os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p)
         with self.log.open("wb") as errors:
             return subprocess.Popen(
                 [sys.executable, "-m", self.module, *map(str, numbers), str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={**os.environ, "PYTHONPATH": path},
+                env=child_environment(),
             )
 
     def _line(self, lines: "queue.Queue[bytes]", patience: float) -> bytes | None:

@@ -5,7 +5,6 @@ that of reading alone, and of the whole process, imports included; peak memory i
 """
 
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from glm5lab.env import child_environment, report
 from glm5lab.errors import CheckError
 from glm5lab.gguf.large_sample import write_large_sample
 from glm5lab.gguf.reader import open_gguf
@@ -121,12 +121,10 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 def _run(code: str, arguments: list[str]) -> dict[str, float]:
     """One reader in a fresh process; its figures."""
-    here = str(Path(__file__).parents[2])  # also where glm5lab is not installed
-    path = os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p)
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code + FIGURES, *arguments],
-        env={**os.environ, "PYTHONPATH": path},
+        env=child_environment(),
         capture_output=True,
         text=True,
         timeout=600,
@@ -150,8 +148,6 @@ def _summary(runs: list[dict[str, float]]) -> dict[str, Any]:
 
 def _machine() -> dict[str, Any]:
     """Hardware and versions that decide the figures."""
-    from glm5lab.env import report
-
     found = report()
     versions = {name: found["packages"][name] for name in ("gguf", "numpy", "pandas")}
     return {
