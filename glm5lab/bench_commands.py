@@ -40,3 +40,15 @@ def reader(
     write_json(out, result)
     if not result["ok"]:
         raise CheckError("the reader missed a limit; see above")
+
+
+@app.command()
+def kernels(
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
+    ] = None,
+) -> None:
+    """Layer 3: sparse MLA, indexer and top-k beside every peer on this GPU."""
+    from glm5lab.kernel_bench.report import run
+
+    run(out, typer.echo)

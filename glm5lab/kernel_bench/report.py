@@ -1,0 +1,69 @@
+"""Lines, JSON and machine of `glm5lab bench kernels`."""
+
+import json
+import math
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5lab.errors import InputError
+from glm5lab.kernel_bench.kernels import bench_kernels
+from glm5lab.kernel_bench.timing import Row
+
+
+def machine() -> dict[str, Any]:
+    """GPU, driver and versions."""
+    import triton
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        driver = "unknown"
+    return {
+        "command": "glm5lab bench kernels",
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver.strip().splitlines()[0],
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+    }
+
+
+def line(row: Row) -> str:
+    """One measurement as a line."""
+    if row.note:
+        return f"{row.case:46} {row.name:26} did not run: {row.note}"
+    floor = "" if math.isnan(row.floor_us) else f", {row.us / row.floor_us:.2f} x the floor"
+    return f"{row.case:46} {row.name:26} {row.us:8.1f} us, error {row.error:.4f}{floor}"
+
+
+def run(out: Path | None, echo: Callable[[str], None]) -> None:
+    """Measure, print each row, and write all of them.
+
+    Args:
+        out: JSON file, or None.
+        echo: where lines go.
+
+    Raises:
+        InputError: the file cannot be written.
+        Glm5labError: no CUDA device.
+    """
+    rate, measured = bench_kernels()
+    document = {**machine(), "copy_tb_s": rate / 1e6}
+    echo(f"copy kernel: {rate / 1e6:.2f} TB/s")
+    rows = []
+    for row in measured:
+        echo(line(row))
+        values = asdict(row)
+        rows.append({k: v for k, v in values.items() if v == v and v != ""})  # NaN is no JSON
+    if out is not None:
+        try:
+            out.write_text(json.dumps({**document, "rows": rows}, indent=2) + "\n", "utf-8")
+        except OSError as error:
+            cause = f"cannot be written: {error.strerror or error}"
+            raise InputError(out, cause, "name a file in a folder that can") from error
