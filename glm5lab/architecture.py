@@ -195,6 +195,15 @@ class Glm5Architecture:
         )
 
 
+def has_indexer(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a decoder layer chooses its own top-k, by HF's configuration.
+
+    IndexShare: the other layers use the choice of the last one before them that does.
+    """
+    types = config.get("indexer_types")
+    return types is None or types[layer] == FULL
+
+
 def indexer_types(values: Any, layers: int, context: int) -> tuple[str, ...]:
     """Which decoder layers run an indexer of their own.
 

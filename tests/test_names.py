@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from unknown_types import with_unknown_types
 
 from glm5lab.gguf import kernels
+from glm5lab.gguf.byte_order import PLAIN_BYTES
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.placement import placements
 from glm5lab.gguf.reader import open_gguf
@@ -240,7 +241,7 @@ def test_odd_names_are_named_not_mapped(sample_f32, tmp_path):
 
 def test_gguf_py_dequantizes_what_the_table_says():
     for kind in gguf.GGMLQuantizationType:
-        if kind.name in kernels.NUMBERS or kind not in gguf.GGML_QUANT_SIZES:
+        if kind.name in PLAIN_BYTES or kind not in gguf.GGML_QUANT_SIZES:
             continue
         packed = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
         try:
@@ -256,7 +257,7 @@ def test_gguf_py_dequantizes_what_the_table_says():
 
 def test_every_listed_type_is_one_of_ggml():
     known = {kind.name for kind in gguf.GGMLQuantizationType}
-    assert known >= kernels.NUMBERS | kernels.PLAIN | kernels.QUANTIZED
+    assert known >= PLAIN_BYTES.keys() | kernels.UNQUANTIZED | kernels.QUANTIZED
 
 
 @pytest.mark.skipif(find_spec("vllm_gguf_plugin") is None, reason="vllm-gguf-plugin is for GPUs")
@@ -273,7 +274,7 @@ def test_the_lists_are_the_plugin_s():
         and isinstance(node.targets[0], ast.Name)
         and isinstance(node.value, ast.Set)
     }
-    assert found["UNQUANTIZED_TYPES"] == kernels.PLAIN
+    assert found["UNQUANTIZED_TYPES"] == kernels.UNQUANTIZED
     assert found["STANDARD_QUANT_TYPES"] == kernels.STANDARD
     assert found["KQUANT_TYPES"] == kernels.K_TYPES
     assert found["IMATRIX_QUANT_TYPES"] == kernels.I_TYPES

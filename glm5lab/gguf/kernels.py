@@ -9,11 +9,10 @@ On the CPU there are no such kernels, and every tensor is dequantized.
 
 from functools import cache
 
+from glm5lab.gguf.byte_order import PLAIN_BYTES
 from glm5lab.gguf.placement import DEQUANTIZED
 
-# Plain numbers that the reader converts itself.
-NUMBERS = frozenset({"F32", "F16", "F64", "I8", "I16", "I32", "I64"})
-PLAIN = frozenset({"F32", "F16", "BF16"})
+UNQUANTIZED = frozenset({"F32", "F16", "BF16"})
 STANDARD = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1"})
 K_TYPES = frozenset({"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
 I_TYPES = frozenset(
@@ -44,7 +43,7 @@ def kernel(type_name: str, role: str, gpu: bool) -> str:
         "MMVQ + MMQ", "MMVQ + dequantize", "MoE MMVQ + MMQ", "MoE MMVQ", "dequantize rows", or "".
     """
     name = role_name(role)
-    if type_name in PLAIN:
+    if type_name in UNQUANTIZED:
         return "unquantized"
     if not gpu or name in DEQUANTIZED:
         return "dequantized" if can_dequantize(type_name) else ""
@@ -63,7 +62,7 @@ def can_dequantize(type_name: str) -> bool:
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-    if type_name in NUMBERS:
+    if type_name in PLAIN_BYTES:
         return True
     kind = getattr(GGMLQuantizationType, type_name, None)
     if kind not in GGML_QUANT_SIZES:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from glm5lab.architecture import FULL
+from glm5lab.architecture import has_indexer
 from glm5lab.gguf.placement import DTYPE_BYTES, Placement
 
 GIB = 1 << 30
@@ -133,14 +133,13 @@ def stage_weights(
     for placement in placed:
         if placement.stage >= 0:
             (packed if placement.kept else plain)[placement.stage] += placement.loaded
-    types = config.get("indexer_types") or [FULL] * config["num_hidden_layers"]
     return [
         StageWeights(
             layers,
             packed[number],
             plain[number],
-            sum(types[layer] == FULL for layer in layers),
-            types[layers[0]] != FULL,
+            sum(has_indexer(config, layer) for layer in layers),
+            not has_indexer(config, layers[0]),
         )
         for number, layers in enumerate(stages)
     ]

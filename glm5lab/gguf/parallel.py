@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from glm5lab.architecture import FULL
+from glm5lab.architecture import has_indexer
 from glm5lab.gguf.memory import (
     GIB,
     PAGE_TOKENS,
@@ -268,8 +268,7 @@ def balanced_partition(
             outside = 0 if placement.stage == 0 else layers - 1
             sizes[outside if layer is None else layer] += placement.loaded
     below = [0, *accumulate(sizes)]
-    types = config.get("indexer_types")
-    starts = [n for n in range(layers) if types is None or types[n] == FULL]
+    starts = [n for n in range(layers) if has_indexer(config, n)]
     # best[start]: bytes of the fullest stage, then evenness, then layers a stage, from `start` on.
     last = {start: [layers] for start in starts}
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {}

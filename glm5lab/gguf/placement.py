@@ -12,8 +12,9 @@ from itertools import accumulate
 from math import prod
 from typing import Any, Literal
 
-from glm5lab.architecture import FULL
+from glm5lab.architecture import has_indexer
 from glm5lab.errors import InputError
+from glm5lab.gguf.byte_order import PLAIN_BYTES
 from glm5lab.gguf.reader import GgufModel, Tensor
 
 Split = Literal["vocab", "column", "row", "expert", "replicated", "dropped"]
@@ -54,7 +55,6 @@ FUSED = (
     ("ffn_gate", "ffn_up"),
     ("ffn_gate_shexp", "ffn_up_shexp"),
 )
-PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -154,8 +154,7 @@ def _stage(
         return 0 if role in FIRST_STAGE else pp - 1 if role in LAST_STAGE else None
     if layer not in stage_of or role.startswith("nextn."):
         return None
-    types = config.get("indexer_types")
-    if role.startswith("indexer.") and types is not None and types[layer] != FULL:
+    if role.startswith("indexer.") and not has_indexer(config, layer):
         return None
     return stage_of[layer]
 
@@ -226,7 +225,7 @@ class _Cutter:
         role = tensor.role.removesuffix(".weight")
         if not self.gpu or role in DEQUANTIZED or len(tensor.shape) < 2:
             return False
-        return all(part.type not in PLAIN for part in self._fused(tensor))
+        return all(part.type not in PLAIN_BYTES for part in self._fused(tensor))
 
 
 def _stored(tensor: Tensor, elements: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from glm5lab.architecture import has_indexer
 from glm5lab.gguf.tensors import BLOCK_NAME
 
 if TYPE_CHECKING:
@@ -126,12 +127,6 @@ def vllm_parameter(hf: str) -> tuple[str, str]:
     return hf, ""
 
 
-def has_indexer(layer: int, config: Mapping[str, Any]) -> bool:
-    """Whether a layer chooses its own top-k (IndexShare: some layers reuse an earlier choice)."""
-    types = config.get("indexer_types")
-    return types is None or types[layer] == "full"
-
-
 @cache
 def role_frame() -> "pd.DataFrame":
     """The table of roles: role, inside (a block), hf and vllm (behind the layer), part, change."""
@@ -178,7 +173,7 @@ def name_frame(names: Iterable[str], config: Mapping[str, Any]) -> "pd.DataFrame
     listed, nextn = frame["hf"].notna(), frame["role"].str.startswith("nextn.") & frame["inside"]
     mtp = (number >= layers) & (number < blocks) & (listed | nextn)
     rope = (frame["role"] == "rope_freqs.weight") & ~frame["inside"]
-    without = [i for i in range(layers) if not has_indexer(i, config)]
+    without = [i for i in range(layers) if not has_indexer(config, i)]
     shared = listed & frame["role"].str.startswith("indexer.") & number.isin(without)
     frame["dropped"] = np.select([rope, mtp, shared], [ROPE_FREQS, MTP, SHARED_INDEXER], "")
     frame["known"] = rope | mtp | (listed & (number < layers))
