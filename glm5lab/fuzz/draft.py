@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5lab.architecture import Glm5Architecture
-from glm5lab.gguf.cursor import Cursor
+from glm5lab.gguf.cursor import TYPE_ARRAY, TYPE_STRING, Cursor
+from glm5lab.gguf.header import DEFAULT_ALIGNMENT
 from glm5lab.gguf.large_sample import write_sparse
 from glm5lab.gguf.sample_tokenizer import sample_vocabulary
 from glm5lab.gguf.shards import find_shards
 from glm5lab.gguf.source import FileSource
-
-ALIGNMENT = 32
-STRING, ARRAY = 8, 9
 
 
 @dataclass
@@ -73,11 +71,11 @@ class Draft:
         for key in self.keys:
             self._string(out, key.name)
             out += struct.pack(f"{self.order}I", key.kind)
-            if key.kind == STRING:
+            if key.kind == TYPE_STRING:
                 self.lengths.append(len(out))
-            elif key.kind == ARRAY and len(key.value) >= 12:
+            elif key.kind == TYPE_ARRAY and len(key.value) >= 12:
                 self.lengths.append(len(out) + 4)
-                if key.value[:4] == struct.pack(f"{self.order}I", STRING):
+                if key.value[:4] == struct.pack(f"{self.order}I", TYPE_STRING):
                     self.lengths.append(len(out) + 12)
             out += key.value
         for info in self.tensors:
@@ -96,7 +94,7 @@ class Draft:
 def write_bytes(path: Path, head: bytes | bytearray, data: int, size: int | None) -> None:
     """Header, padding and a hole of `data` bytes, cut or extended to `size`."""
     path.write_bytes(head)
-    whole = -(-len(head) // ALIGNMENT) * ALIGNMENT + data
+    whole = -(-len(head) // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT + data
     os.truncate(path, whole if size is None else size)
 
 
@@ -115,7 +113,7 @@ def take_apart(path: Path) -> Draft:
         for _ in range(n_tensors):
             name, n_dims = c.string().encode(), c.u32()
             tensors.append(Info(name, [c.u64() for _ in range(n_dims)], c.u32(), c.u64()))
-        data = source.size - -(-c.pos // ALIGNMENT) * ALIGNMENT
+        data = source.size - -(-c.pos // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
     return Draft(path.name, keys, tensors, data)
 
 

@@ -8,7 +8,8 @@ import struct
 from collections.abc import Callable
 from random import Random
 
-from glm5lab.fuzz.draft import ARRAY, STRING, Draft, Info, Key
+from glm5lab.fuzz.draft import Draft, Info, Key
+from glm5lab.gguf.cursor import TYPE_ARRAY, TYPE_STRING
 
 EXTREMES = (
     0, 1, 2, 0x7F, 0xFF, 0xFFFF, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32,
@@ -38,16 +39,18 @@ def nested_arrays(drafts: list[Draft], rng: Random) -> None:
     """Arrays in arrays: deep, wide, or lying about both."""
     depth = rng.choice((1, 2, 4, 5, 100, 5000))
     width = rng.choice((1, 1, 3, 1 << 20, 1 << 63))
-    inner = struct.pack("<IQ", rng.choice((4, STRING, ARRAY, 77)), rng.choice((0, *EXTREMES)))
-    value = struct.pack("<IQ", ARRAY, width) * depth + inner + bytes(rng.randrange(64))
-    _put(drafts[0], rng, rng.choice(drafts[0].keys).name, ARRAY, value)
+    inner = struct.pack(
+        "<IQ", rng.choice((4, TYPE_STRING, TYPE_ARRAY, 77)), rng.choice((0, *EXTREMES))
+    )
+    value = struct.pack("<IQ", TYPE_ARRAY, width) * depth + inner + bytes(rng.randrange(64))
+    _put(drafts[0], rng, rng.choice(drafts[0].keys).name, TYPE_ARRAY, value)
 
 
 def bad_text(drafts: list[Draft], rng: Random) -> None:
     """Text that is not UTF-8, or that a terminal or a path would obey."""
     draft, bad = rng.choice(drafts), rng.choice(BAD_UTF8)
     place = rng.choice(("key", "tensor", "value"))
-    texts = [k for k in draft.keys if k.kind == STRING]
+    texts = [k for k in draft.keys if k.kind == TYPE_STRING]
     if place == "tensor" and draft.tensors:
         rng.choice(draft.tensors).name = bad * rng.choice((1, 3))
     elif place == "value" and texts:
@@ -101,10 +104,10 @@ def values(drafts: list[Draft], rng: Random) -> None:
     kind = rng.choice((key.kind, *SCALAR_CODES)) if key.kind in SCALAR_CODES else 4
     choice = rng.randrange(4)
     if choice == 0:
-        key.kind, key.value = STRING, struct.pack("<Q", 3) + b"abc"
+        key.kind, key.value = TYPE_STRING, struct.pack("<Q", 3) + b"abc"
     elif choice == 1:
         count = rng.choice((0, 1, 5))
-        key.kind, key.value = ARRAY, struct.pack("<IQ", 4, count) + rng.randbytes(4 * count)
+        key.kind, key.value = TYPE_ARRAY, struct.pack("<IQ", 4, count) + rng.randbytes(4 * count)
     else:
         size = struct.calcsize(SCALAR_CODES[kind])
         extreme = rng.choice(EXTREMES).to_bytes(8, "little")[:size]
@@ -117,7 +120,7 @@ def tokenizer(drafts: list[Draft], rng: Random) -> None:
     name = b"tokenizer.ggml." + rng.choice(names).encode()
     texts = [rng.choice((b"", b"a", b"a b", b"\xff", b"<|user|>")) for _ in range(rng.randrange(9))]
     items = b"".join(struct.pack("<Q", len(t)) + t for t in texts)
-    array = struct.pack("<IQ", STRING, len(texts)) + items
+    array = struct.pack("<IQ", TYPE_STRING, len(texts)) + items
     numbers = struct.pack("<IQ", 5, 512) + rng.randbytes(2048)
     long_text = rng.choice((b"{{ 1 }}", b"x", b"{% for i in range(9) %}")) * rng.choice(
         (1, 100_000)
@@ -127,9 +130,9 @@ def tokenizer(drafts: list[Draft], rng: Random) -> None:
         drafts[0].keys = [k for k in drafts[0].keys if k.name != name]
     elif choice == 1:
         value = struct.pack("<Q", len(long_text)) + long_text
-        _put(drafts[0], rng, b"tokenizer.chat_template", STRING, value)
+        _put(drafts[0], rng, b"tokenizer.chat_template", TYPE_STRING, value)
     else:
-        _put(drafts[0], rng, name, ARRAY, array if choice == 2 else numbers)
+        _put(drafts[0], rng, name, TYPE_ARRAY, array if choice == 2 else numbers)
 
 
 def alignment(drafts: list[Draft], rng: Random) -> None:

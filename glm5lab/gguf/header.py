@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 from glm5lab.errors import brief
 from glm5lab.gguf.cursor import Cursor
-from glm5lab.gguf.not_gguf import DOWNLOAD_AGAIN, what_is_it
+from glm5lab.gguf.not_gguf import what_is_it
 from glm5lab.gguf.source import Source
-
-__all__ = ["DOWNLOAD_AGAIN", "Header", "TensorInfo", "parse_header"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

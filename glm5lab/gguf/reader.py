@@ -18,7 +18,8 @@ import numpy as np
 
 from glm5lab.errors import InputError
 from glm5lab.gguf.byte_order import little_endian
-from glm5lab.gguf.header import DOWNLOAD_AGAIN, parse_header
+from glm5lab.gguf.header import parse_header
+from glm5lab.gguf.not_gguf import DOWNLOAD_AGAIN
 from glm5lab.gguf.remote import remote_sources
 from glm5lab.gguf.shards import find_shards
 from glm5lab.gguf.source import FIRST_READ, LATER_READ, FileSource, Source, location

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from glm5lab.errors import InputError, brief
-from glm5lab.gguf.header import DOWNLOAD_AGAIN, Header
+from glm5lab.gguf.header import Header
+from glm5lab.gguf.not_gguf import DOWNLOAD_AGAIN
 from glm5lab.gguf.tensors import Tensor
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 from pathlib import PurePath
 
 from glm5lab.errors import InputError
-from glm5lab.gguf.header import DOWNLOAD_AGAIN, Header, TensorInfo
+from glm5lab.gguf.header import Header, TensorInfo
+from glm5lab.gguf.not_gguf import DOWNLOAD_AGAIN
 
 # Block and role. Names are untrusted: "blk.².x" has a digit that is no number, "blk.01.x" is not
 # what anybody writes; nine digits at most, so that the number fits every integer type.
