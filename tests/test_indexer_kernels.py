@@ -102,7 +102,7 @@ def compare_triton_with_reference(device, dtypes):
             )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_equal_the_reference_on_the_gpu(dtype):
     compare_triton_with_reference("cuda", [dtype])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_sparse_mla import LSE_TOLERANCE, TOLERANCE, apart, needs_gpu
+from test_sparse_mla import LSE_TOLERANCE, TOLERANCE, apart
 
 from glm5lab.attention import reference
 
@@ -62,7 +62,7 @@ def compare_with_reference(device, dtypes):
                 assert torch.all(out[lse == float("-inf")] == 0)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_equals_the_reference_on_the_gpu(dtype):
     compare_with_reference("cuda", [dtype])

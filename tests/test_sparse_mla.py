@@ -21,7 +21,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-3}
 LSE_TOLERANCE = 1e-3
 # Triton's interpreter rounds to bfloat16 by cutting digits off.
 INTERPRETED = (torch.float32, torch.float16)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CASES = [
     # tokens, heads, rope, top_k, page_size (0: rows without pages)
@@ -155,7 +154,7 @@ def compare_triton_with_reference(device, dtypes):
                     compare_with_reference(kernel, device, dtype, case, True, with_lengths)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_triton_kernels_equal_the_reference_on_the_gpu(dtype):
     compare_triton_with_reference("cuda", [dtype])
@@ -178,7 +177,7 @@ def test_triton_kernels_equal_the_reference_in_the_interpreter():
     assert child.stdout.strip() == "equal"
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_a_cache_beyond_4_gb(fp8):
     rows = 8_000_000 if fp8 else 4_000_000
@@ -196,7 +195,7 @@ def test_a_cache_beyond_4_gb(fp8):
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=0, atol=LSE_TOLERANCE)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_other_tokens_lengths_and_capacities_compile_nothing_new(fp8):
     from glm5lab.attention import sparse_mla, sparse_mla_fp8

@@ -87,13 +87,13 @@ def random_shapes(count, widest):
     return shapes
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_kernel_equals_the_reference_on_the_gpu():
     million = [(1, 2**20, 2048)] * len(KINDS)
     compare_triton_with_reference("cuda", random_shapes(230, 20) + million)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_kernel_equals_torch_topk_on_the_gpu():
     from glm5lab.attention.topk import top_k
 
