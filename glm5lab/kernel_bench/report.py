@@ -1,6 +1,5 @@
 """Lines, JSON and machine of `glm5lab bench kernels`."""
 
-import json
 import math
 import subprocess
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from glm5lab.errors import InputError
+from glm5lab.json_output import require_writable, write_json
 from glm5lab.kernel_bench.kernels import bench_kernels
 from glm5lab.kernel_bench.timing import Row
 
@@ -53,6 +52,7 @@ def run(out: Path | None, echo: Callable[[str], None]) -> None:
         InputError: the file cannot be written.
         Glm5labError: no CUDA device.
     """
+    require_writable(out)
     rate, measured = bench_kernels()
     document = {**machine(), "copy_tb_s": rate / 1e6}
     echo(f"copy kernel: {rate / 1e6:.2f} TB/s")
@@ -61,9 +61,4 @@ def run(out: Path | None, echo: Callable[[str], None]) -> None:
         echo(line(row))
         values = asdict(row)
         rows.append({k: v for k, v in values.items() if v == v and v != ""})  # NaN is no JSON
-    if out is not None:
-        try:
-            out.write_text(json.dumps({**document, "rows": rows}, indent=2) + "\n", "utf-8")
-        except OSError as error:
-            cause = f"cannot be written: {error.strerror or error}"
-            raise InputError(out, cause, "name a file in a folder that can") from error
+    write_json(out, {**document, "rows": rows})
