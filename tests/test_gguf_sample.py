@@ -15,6 +15,7 @@ from unknown_types import with_unknown_types
 
 from glm5lab.architecture import Glm5Architecture
 from glm5lab.errors import Glm5labError, InputError
+from glm5lab.gguf import ggml_types
 from glm5lab.gguf import quantize as quantize_module
 from glm5lab.gguf.quantize import dequantize, quantize
 from glm5lab.gguf.reader import GgufModel, open_gguf
@@ -174,6 +175,12 @@ def test_q4_k_m_is_llama_quantizes(tmp_path: Path) -> None:
     for role, layers in (("ffn_down_exps", (1, 2, 3, 4)), ("ffn_down_shexp", (1, 2, 3, 4))):
         found = [types[f"blk.{i}.{role}.weight"] for i in layers]
         assert found == ["Q4_K", "Q6_K", "Q4_K", "Q6_K"]
+
+
+def test_type_numbers_are_ggmls() -> None:
+    ours = {name: number for name, number in vars(ggml_types).items() if name.isupper()}
+    assert len(ours) > 10
+    assert ours == {name: gguf.GGMLQuantizationType[name] for name in ours}
 
 
 def test_types_of_the_ik_fork(sample_mix: Path, tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from glm5lab.errors import Glm5labError
+from glm5lab.gguf.ggml_types import BF16, F16, F32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 
-# Types that the gguf package quantizes itself (F32, F16, Q4_0 ... Q8_0, BF16).
-IN_NUMPY = (0, 1, 2, 3, 6, 7, 8, 30)
+# Types that the gguf package quantizes itself.
+IN_NUMPY = (F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16)
 
 
 def quantize(values: npt.NDArray[np.float32], type_id: int) -> npt.NDArray[Any]:
@@ -31,9 +32,9 @@ def quantize(values: npt.NDArray[np.float32], type_id: int) -> npt.NDArray[Any]:
 
     kind = GGMLQuantizationType(type_id)
     values = np.ascontiguousarray(values, np.float32)
-    if type_id == GGMLQuantizationType.F32:
+    if type_id == F32:
         return values
-    if type_id == GGMLQuantizationType.F16:
+    if type_id == F16:
         return values.astype(np.float16)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if values.shape[-1] % block:

@@ -4,7 +4,8 @@ Read from llama.cpp's src/llama-quant.cpp (commit 007dbbf); the tensor's name an
 number of blocks and the requested file type decide.
 """
 
-F32, F16, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = 0, 1, 6, 7, 8, 12, 13, 14
+from glm5lab.gguf.ggml_types import F16, F32, IQ4_NL, IQ4_XS, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
+
 K_BLOCK, SMALL_BLOCK = 256, 32
 
 # File type -> type of most tensors, type of ffn_down in the layers that get more bits.
@@ -15,7 +16,7 @@ FILE_TYPES = {
     "q8_0": (Q8_0, Q8_0),
 }
 # Where rows hold no whole block of 256: attn_k_b has rows of 192.
-FALLBACK = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0}
+FALLBACK = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, IQ4_XS: IQ4_NL}
 
 
 def more_bits(layer: int, blocks: int) -> bool:

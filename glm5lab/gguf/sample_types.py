@@ -1,15 +1,9 @@
 """Which quantization type each tensor of a sample has."""
 
-from glm5lab.gguf.quantize_rules import quantized_type
+from glm5lab.gguf.ggml_types import F16, F32, IQ4_XS, Q4_K, Q5_K, Q6_K, Q8_0
+from glm5lab.gguf.quantize_rules import FALLBACK, K_BLOCK, quantized_type
 
 TYPES = ("f32", "f16", "q8_0", "q4_k_m", "mix")
-F32, F16, Q4_0, Q5_0, Q5_1, Q8_0 = 0, 1, 2, 6, 7, 8
-Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 12, 13, 14, 20, 23
-BLOCK = {F32: 1, F16: 1, Q4_0: 32, Q5_0: 32, Q5_1: 32, Q8_0: 32, IQ4_NL: 32}
-K_BLOCK = 256
-
-# llama-quantize's choice where rows hold no block of 256 (attn_k_b has rows of 192).
-FALLBACK = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, IQ4_XS: IQ4_NL}
 
 # A file as llama-quantize and publishers mix them: types differ inside the layers that vLLM
 # fuses (q_a and kv_a, gate and up, wk and weights_proj), and from layer to layer.
@@ -61,6 +55,4 @@ def tensor_type(name: str, shape: tuple[int, ...], types: str, blocks: int) -> i
         return F32 if role == "indexer.proj" else UNIFORM[types]
     choice = MIX.get(role, (Q4_K,))
     wanted = choice[layer % len(choice)]
-    if shape[-1] % BLOCK.get(wanted, K_BLOCK):
-        wanted = FALLBACK[wanted]
-    return wanted
+    return FALLBACK.get(wanted, wanted) if shape[-1] % K_BLOCK else wanted
