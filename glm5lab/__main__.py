@@ -104,7 +104,7 @@ def sample(
     hf: Annotated[
         bool, typer.Option("--hf", help="The same weights as a safetensors folder in DIR/hf.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.", min=0)] = 0,
 ) -> None:
     """Write a tiny GLM-5 GGUF file with random weights; prints its (first) path."""
     from glm5lab.gguf.sample import write_sample

@@ -66,6 +66,24 @@ print(json.dumps([E.TRITON_MLA_SPARSE.get_class().get_name(),
     assert "overwritten" not in log
 
 
+def test_a_part_that_fails_leaves_the_others_and_other_models_alone():
+    code = """
+from glm5lab.vllm_plugin import patches
+def broken(): raise AttributeError("moved")
+broken.__name__ = "register_loader"
+patches.register_loader = broken
+patches.apply()
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+assert "TRITON_MLA_SPARSE" in AttentionBackendEnum.__members__
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    said = child.stdout + child.stderr
+    assert "glm5lab: register_loader does not work with this vLLM (AttributeError: moved)" in said
+
+
 def test_the_backend_survives_pickling_into_a_process_without_plugins():
     pickle_it = """
 import base64, json, pickle

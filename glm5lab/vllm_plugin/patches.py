@@ -17,10 +17,28 @@ from glm5lab.vllm_plugin import BACKEND, LOAD_FORMAT
 
 
 def apply() -> None:
-    """Install everything; called once a process by `glm5lab.vllm_plugin.register`."""
-    register_backend()
-    register_loader()
-    accept_gguf_models()
+    """Install everything; called once a process by `glm5lab.vllm_plugin.register`.
+
+    A part that does not fit the vLLM at hand is named in a warning and left out: vLLM loads
+    plugins for every model, and the other models must go on working.
+    """
+    from vllm.logger import init_logger
+
+    for part in (register_backend, register_loader, accept_gguf_models, serve_on_the_cpu):
+        try:
+            part()
+        except Exception as error:
+            init_logger("vllm.glm5lab").warning(
+                "glm5lab: %s does not work with this vLLM (%s: %s). GLM-5 from GGUF files needs "
+                "it; other models are not affected. `glm5lab env` names the supported versions.",
+                part.__name__,
+                type(error).__name__,
+                error,
+            )
+
+
+def serve_on_the_cpu() -> None:
+    """The platform and the indexer where vLLM's own cannot run: on a CPU."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
