@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 SparseMLA = Callable[..., Any]
+StoreRows = Callable[..., None]
 
 
 def triton_interpreted() -> bool:
@@ -34,3 +35,14 @@ def implementation(device_type: str) -> SparseMLA:
     from glm5lab.attention.reference import sparse_mla
 
     return sparse_mla
+
+
+def store_implementation(device_type: str) -> StoreRows:
+    """The `store_rows` function for a device type; see `row_formats.store_rows`."""
+    if implementation_name(device_type) == "triton":
+        from glm5lab.attention.kv_cache import store_rows as triton_store_rows
+
+        return triton_store_rows
+    from glm5lab.attention.row_formats import store_rows
+
+    return store_rows

@@ -14,7 +14,7 @@ def _check_bounds(tokens: int, start: torch.Tensor | None, end: torch.Tensor | N
             )
 
 
-def _check_devices(first: torch.Tensor, **others: torch.Tensor | None) -> None:
+def check_devices(first: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise ValueError naming the first tensor that is on another device than `first`."""
     for name, other in others.items():
         if other is not None and other.device != first.device:
@@ -44,7 +44,7 @@ def check_mqa_logits_arguments(
             f"k_scale: expected float32 [{len(k)}], got {k_scale.dtype} {tuple(k_scale.shape)}"
         )
     _check_bounds(tokens, start, end)
-    _check_devices(q, k=k, weights=weights, start=start, end=end, k_scale=k_scale)
+    check_devices(q, k=k, weights=weights, start=start, end=end, k_scale=k_scale)
 
 
 def check_paged_mqa_logits_arguments(
@@ -87,7 +87,7 @@ def check_paged_mqa_logits_arguments(
         )
     if max_len < 0:
         raise ValueError(f"max_len: expected at least 0, got {max_len}")
-    _check_devices(
+    check_devices(
         q, cache=cache, weights=weights, context_lens=context_lens, block_table=block_table
     )
 
@@ -104,4 +104,4 @@ def check_top_k_arguments(
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
     _check_bounds(logits.shape[0], start, end)
-    _check_devices(logits, start=start, end=end)
+    check_devices(logits, start=start, end=end)

@@ -7,6 +7,8 @@ fp16 or fp32. A device without fp8 matrix units decodes e4m3 bytes to fp16, whic
 """
 
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +19,7 @@ from glm5lab.attention.arguments import (
     check_mqa_logits_arguments,
     check_paged_mqa_logits_arguments,
 )
+from glm5lab.attention.compile import Compilation
 from glm5lab.attention.reference import context_ends, page_parts
 from glm5lab.attention.tiles import INTERPRETER, Device, device_of
 
@@ -271,8 +274,8 @@ def _device(x: torch.Tensor) -> Device:
 def _operands(q: torch.Tensor, *keys: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, bool]]:
     """Query and key tensors as the kernels load them, and how they are multiplied."""
     tensors = [q, *keys]
-    # Matrix units for e4m3 come with Ada; the interpreter decodes too.
-    decode = q.dtype == torch.float8_e4m3fn and _device(q).capability < 89
+    # Matrix units for e4m3 come with the conversions, with Ada; the interpreter decodes too.
+    decode = q.dtype == torch.float8_e4m3fn and not _device(q).converts_fp8
     if decode:
         tensors = [x.view(torch.uint8) for x in tensors]
     # Triton's interpreter multiplies bfloat16 wrongly, and its dot accumulates in fp32 anyway.
@@ -442,3 +445,34 @@ def _check_dtypes(q: torch.Tensor, name: str, keys: torch.Tensor) -> None:
         raise ValueError(f"q: expected float8_e4m3fn, bfloat16, float16 or float32, got {q.dtype}")
     if keys.dtype != q.dtype:
         raise ValueError(f"{name}: expected {q.dtype} (the dtype of q), got {keys.dtype}")
+
+
+def compilations(device: Device) -> list[Compilation]:
+    """What the two functions launch for GLM-5's 32 heads of 128, fp8 and bfloat16 keys.
+
+    With -inf outside the bounds: leaving it out (`clean`) takes stores away, nothing else.
+    """
+    found = []
+    for fp8, (kernel, tile) in product(
+        (True, False), (("_mqa_logits_kernel", PREFILL), ("_paged_mqa_logits_kernel", DECODE))
+    ):
+        key = ("*fp8e4nv" if device.converts_fp8 else "*u8") if fp8 else "*bf16"
+        types = {"q_ptr": key, "k_ptr": key, "key_ptr": key, "scale_ptr": "*fp32"}
+        types |= {"weights_ptr": "*fp32", "start_ptr": "*i32", "end_ptr": "*i32"}
+        types |= {"table_ptr": "*i32", "out_ptr": "*fp32"}
+        flags: dict[str, Any] = {
+            "HAS_SCALE": fp8,
+            "CLEAN": True,
+            "DECODE": key == "*u8",
+            "DOT_FP32": False,
+        }
+        if kernel == "_mqa_logits_kernel":
+            flags |= {"HAS_START": True, "HAS_END": True}
+        else:
+            flags |= {"PAGE": 64}
+        cuts = [_column_blocks(tile, queries, 32, 128) for queries in (1, 2, 4, 8)]
+        for blocks in {cut["BLOCK_T"]: cut for cut in cuts}.values():
+            form = "" if kernel == "_mqa_logits_kernel" else "paged "
+            name = f"{form}mqa_logits {'fp8' if fp8 else 'bf16'} {blocks['BLOCK_T']} queries"
+            found.append(Compilation(name, kernel, types, flags | blocks, tile.warps))
+    return found

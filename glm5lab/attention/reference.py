@@ -1,5 +1,7 @@
 """Plain PyTorch statements of sparse MLA, the lightning indexer and top-k.
 
+Those of storing and gathering rows stand in `row_formats` and are found here too.
+
 They run on any device and in any floating dtype (float64 included); the Triton kernels have the
 same signatures and are tested against them. Sources: DeepSeek-V3.2-Exp's technical report
 (DeepSeek sparse attention), and Hugging Face transformers' GlmMoeDsa model.
@@ -12,10 +14,16 @@ from glm5lab.attention.arguments import (
     check_paged_mqa_logits_arguments,
     check_top_k_arguments,
 )
-
-# One fp8_ds_mla row: 512 e4m3 values, 4 float32 scales for 128 of them each, 64 bf16 values.
-FP8_LATENT, FP8_GROUP, FP8_ROPE = 512, 128, 64
-FP8_ROW_BYTES = FP8_LATENT + 4 * (FP8_LATENT // FP8_GROUP) + 2 * FP8_ROPE
+from glm5lab.attention.row_formats import FP8_LATENT as FP8_LATENT
+from glm5lab.attention.row_formats import FP8_ROPE as FP8_ROPE
+from glm5lab.attention.row_formats import FP8_ROW_BYTES as FP8_ROW_BYTES
+from glm5lab.attention.row_formats import gather as gather
+from glm5lab.attention.row_formats import gather_rows as gather_rows
+from glm5lab.attention.row_formats import pack_fp8_rows as pack_fp8_rows
+from glm5lab.attention.row_formats import page_parts as page_parts
+from glm5lab.attention.row_formats import store_index_keys as store_index_keys
+from glm5lab.attention.row_formats import store_rows as store_rows
+from glm5lab.attention.row_formats import unpack_fp8_rows as unpack_fp8_rows
 
 
 def check_sparse_mla_arguments(
@@ -74,41 +82,6 @@ def _check_slots(indices: torch.Tensor, slots: int) -> None:
             f"indices[{token}, {place}] is {int(indices[token, place])}: expected -1 (empty) or a "
             f"slot below {slots}, the size of kv"
         )
-
-
-def unpack_fp8_rows(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values of fp8_ds_mla rows.
-
-    Args:
-        rows: uint8 [..., 656]: 512 e4m3 values, 4 float32 scales (one for 128 values each, in
-            order), 64 bfloat16 values.
-        dtype: floating dtype of the result.
-
-    Returns:
-        [..., 576]: latent (value times scale) and rotary part.
-    """
-    latent, scales, rope = rows.split([FP8_LATENT, 16, 2 * FP8_ROPE], dim=-1)
-    values = latent.contiguous().view(torch.float8_e4m3fn).to(dtype)
-    groups = values.unflatten(-1, (-1, FP8_GROUP))
-    scaled = groups * scales.contiguous().view(torch.float32).to(dtype)[..., None]
-    return torch.cat([scaled.flatten(-2), rope.contiguous().view(torch.bfloat16).to(dtype)], -1)
-
-
-def gather_rows(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of a cache by slot number.
-
-    Args:
-        kv: [rows, width], or [pages, page_size, width] with any strides between pages.
-        slots: integer, any shape, each at least 0.
-
-    Returns:
-        [*slots.shape, width], in kv's dtype.
-    """
-    slots = slots.long()
-    if kv.dim() == 2:
-        return kv[slots]
-    page_size = kv.shape[1]
-    return kv[slots // page_size, slots % page_size]
 
 
 def sparse_mla(
@@ -207,27 +180,6 @@ def mqa_logits(
     if end is not None:
         logits.masked_fill_(key >= end[:, None], float("-inf"))
     return logits
-
-
-def page_parts(cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys and scales of an index-key cache, both views of it.
-
-    Args:
-        cache: [pages, page_size, width + 4] bytes: a page holds all its e4m3 keys first, then
-            their float32 scales, as vLLM's indexer_k_quant_and_cache writes them; or
-            [pages, page_size, width] of a plain dtype, without scales.
-        width: the width of a key.
-
-    Returns:
-        Keys [pages, page_size, width], and float32 scales [pages, page_size] or None.
-    """
-    if cache.dtype != torch.uint8:
-        return cache, None
-    pages, page_size, row = cache.shape
-    flat = cache.as_strided((pages, page_size * row), (cache.stride(0), 1))
-    keys = flat[:, : page_size * width].view(torch.float8_e4m3fn)
-    scales = flat[:, page_size * width :].view(torch.float32)
-    return keys.unflatten(1, (page_size, width)), scales
 
 
 def context_ends(context_lens: torch.Tensor, queries: int) -> torch.Tensor:

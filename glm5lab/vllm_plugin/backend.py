@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
     MLAAttentionImpl,
 )
 
-from glm5lab.attention import implementation, implementation_name
+from glm5lab.attention import implementation, implementation_name, store_implementation
 from glm5lab.attention.reference import slots_of
 from glm5lab.vllm_plugin import BACKEND
 
@@ -75,20 +75,6 @@ def request_of_token(batch: CommonAttentionMetadata) -> torch.Tensor:
     if padding > 0:
         owner = torch.cat([owner, owner.new_zeros(padding)])
     return owner[: batch.num_actual_tokens].to(batch.block_table_tensor.device)
-
-
-def store_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows into a paged cache.
-
-    Args:
-        cache: [pages, page_size, width], any floating dtype, written in place.
-        slots: [N] integers; a negative slot marks padding and is left out.
-        rows: [N or more, width].
-    """
-    kept = slots >= 0
-    slots, rows = slots[kept].long(), rows[: slots.numel()][kept]
-    page_size = cache.shape[1]
-    cache[slots // page_size, slots % page_size] = rows.to(cache.dtype)
 
 
 class BatchMetadataBuilder(AttentionMetadataBuilder[Metadata], Generic[Metadata]):
@@ -159,6 +145,7 @@ class TritonMLASparseImpl(MLAAttentionImpl[TritonMLASparseMetadata], SharedTopkI
         self.kv_lora_rank: int = mla_arguments["kv_lora_rank"]
         device = current_platform.device_type
         self.sparse_mla = implementation(device)
+        self.store_rows = store_implementation(device)
         logger.info_once("%s runs its %s kernel.", BACKEND, implementation_name(device))
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
@@ -177,8 +164,7 @@ class TritonMLASparseImpl(MLAAttentionImpl[TritonMLASparseMetadata], SharedTopkI
     ) -> None:
         """Store one row a token: kv_c_normed [T, latent] and k_pe [T, 1, rope]."""
         if kv_cache.numel():
-            rows = torch.cat([kv_c_normed, k_pe.flatten(1)], -1)
-            store_rows(kv_cache, slot_mapping.flatten(), rows)
+            self.store_rows(kv_cache, slot_mapping.flatten(), kv_c_normed, k_pe.flatten(1))
 
     def forward_mqa(
         self,

@@ -1,0 +1,282 @@
+"""How rows lie in a cache, in plain PyTorch: packing, storing, gathering, and their checks.
+
+A latent row is [latent | rope] in a 16- or 32-bit dtype, or fp8_ds_mla: 656 bytes that hold 512
+e4m3 values, 4 float32 scales for 128 of them each, and 64 bfloat16 values. An index-key page holds
+all its e4m3 keys first, then one float32 scale a key. A cache is rows [S, width], or pages
+[P, page_size, width] with any strides between pages; slot s is row s, or page s // page_size, row
+s % page_size.
+
+Both fp8 formats are vLLM 0.33.0's to the bit for bfloat16 input. Its rule, read in its machine code
+(_C_stable_libtorch, sm_90: concat_and_cache_ds_mla_kernel, indexer_k_quant_and_cache_kernel) and in
+https://github.com/vllm-project/vllm/pull/49435, in float32 throughout:
+
+    fp8_ds_mla   scale = 2 ** ceil(log2(max(amax / 448, 1e-4)))   of each group of 128
+    index keys   scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))   of each key
+    both         value = e4m3(x / scale), to nearest even, at most 448, NaN to 0x7F
+
+amax ignores NaN, and divisions are IEEE's. Before that pull request the scale of fp8_ds_mla rows
+was amax / 448 itself. vLLM takes a float16's bits for an integer when it looks for amax; here
+float16 and float32 follow the rule.
+"""
+
+import torch
+
+from glm5lab.attention.arguments import check_devices
+
+FP8_LATENT, FP8_GROUP, FP8_ROPE = 512, 128, 64
+FP8_ROW_BYTES = FP8_LATENT + 4 * (FP8_LATENT // FP8_GROUP) + 2 * FP8_ROPE
+E4M3_MAX = 448.0
+LEAST = 1e-4
+INDEX_SCALE_BYTES = 4
+
+ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_store_arguments(
+    cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor | None
+) -> None:
+    """Raise ValueError naming the first argument of `store_rows` that does not fit."""
+    _check_slots(slots)
+    parts = {"latent": latent} if rope is None else {"latent": latent, "rope": rope}
+    for name, part in parts.items():
+        if part.dim() != 2 or part.shape[0] < len(slots) or not part.is_floating_point():
+            raise ValueError(
+                f"{name}: expected floating point [{len(slots)} or more, width], "
+                f"got {part.dtype} {tuple(part.shape)}"
+            )
+    widths = tuple(part.shape[1] for part in parts.values())
+    if cache.dtype == torch.uint8 and widths != (FP8_LATENT, FP8_ROPE):
+        raise ValueError(
+            f"latent, rope: fp8_ds_mla rows need widths {FP8_LATENT} and {FP8_ROPE}, got {widths}"
+        )
+    _check_cache(cache, FP8_ROW_BYTES if cache.dtype == torch.uint8 else sum(widths))
+    check_devices(cache, slots=slots, latent=latent, rope=rope)
+
+
+def check_gather_arguments(
+    cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype | None
+) -> None:
+    """Raise ValueError naming the first argument of `gather` that does not fit."""
+    _check_slots(slots)
+    _check_cache(cache, FP8_ROW_BYTES if cache.dtype == torch.uint8 else cache.shape[-1])
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected a floating dtype, got {dtype}")
+    check_devices(cache, slots=slots)
+
+
+def check_store_index_arguments(
+    cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor
+) -> None:
+    """Raise ValueError naming the first argument of `store_index_keys` that does not fit."""
+    _check_slots(slots)
+    if keys.dim() != 2 or keys.shape[0] < len(slots) or not keys.is_floating_point():
+        raise ValueError(
+            f"keys: expected floating point [{len(slots)} or more, width], "
+            f"got {keys.dtype} {tuple(keys.shape)}"
+        )
+    width = keys.shape[1]
+    row = width + INDEX_SCALE_BYTES
+    if cache.dtype != torch.uint8 or cache.dim() != 3 or cache.shape[2] != row or width % 4:
+        raise ValueError(
+            f"cache: expected uint8 [pages, page_size, {row}] (keys of width {width}, a multiple "
+            f"of 4), got {cache.dtype} {tuple(cache.shape)}"
+        )
+    if cache.stride()[1:] != (row, 1) or cache.stride(0) % 4:
+        raise ValueError(
+            f"cache: expected contiguous pages a multiple of 4 bytes apart, got strides "
+            f"{cache.stride()}"
+        )
+    check_devices(cache, slots=slots, keys=keys)
+
+
+def _check_slots(slots: torch.Tensor) -> None:
+    if slots.dim() != 1 or slots.is_floating_point():
+        raise ValueError(f"slots: expected integers [N], got {slots.dtype} {tuple(slots.shape)}")
+
+
+def _check_cache(cache: torch.Tensor, width: int) -> None:
+    if cache.dim() not in (2, 3) or cache.shape[-1] != width or cache.stride(-1) != 1:
+        raise ValueError(
+            f"cache: expected [rows, {width}] or [pages, page_size, {width}] of {cache.dtype} with "
+            f"contiguous rows, got shape {tuple(cache.shape)}, strides {cache.stride()}"
+        )
+    if cache.dtype != torch.uint8 and not cache.is_floating_point():
+        raise ValueError(f"cache: expected a floating dtype or uint8, got {cache.dtype}")
+
+
+def pages_of(cache: torch.Tensor) -> torch.Tensor:
+    """The cache with its page dimension, one page where it has none."""
+    return cache if cache.dim() == 3 else cache[None]
+
+
+def _quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """e4m3 bytes of x / scale: to nearest even, saturated, every NaN 0x7F."""
+    values = (x / scale).clamp(-E4M3_MAX, E4M3_MAX)
+    codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(values.isnan(), 0x7F, codes)
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude along the last dimension, which stays; NaN does not count."""
+    return x.abs().nan_to_num(0.0, posinf=float("inf")).amax(-1, keepdim=True)
+
+
+def _over_448(x: torch.Tensor) -> torch.Tensor:
+    # By a tensor: PyTorch's CUDA kernels multiply by the reciprocal of a number.
+    return x / torch.full_like(x, E4M3_MAX)
+
+
+def _power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is not below x, positive normal float32.
+
+    By bits, where vLLM rounds log2 to float32. The two differ only within 2**-18 above a power of
+    two, where no quotient of a 16-bit number and 448 lies.
+    """
+    return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def pack_fp8_rows(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """fp8_ds_mla rows, to the rule above.
+
+    Args:
+        latent: floating point [..., 512].
+        rope: floating point [..., 64].
+
+    Returns:
+        uint8 [..., 656]; see `unpack_fp8_rows`.
+    """
+    groups = latent.float().unflatten(-1, (-1, FP8_GROUP))
+    scales = _power_of_two(_over_448(_amax(groups)).clamp_min(LEAST))
+    codes = _quantize(groups, scales).flatten(-2)
+    tail = rope.to(torch.bfloat16).contiguous().view(torch.uint8)
+    return torch.cat([codes, scales.squeeze(-1).contiguous().view(torch.uint8), tail], -1)
+
+
+def unpack_fp8_rows(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values of fp8_ds_mla rows.
+
+    Args:
+        rows: uint8 [..., 656]: 512 e4m3 values, 4 float32 scales (one for 128 values each, in
+            order), 64 bfloat16 values.
+        dtype: floating dtype of the result.
+
+    Returns:
+        [..., 576]: latent (value times scale) and rotary part.
+    """
+    latent, scales, rope = rows.split([FP8_LATENT, 16, 2 * FP8_ROPE], dim=-1)
+    values = latent.contiguous().view(torch.float8_e4m3fn).to(dtype)
+    groups = values.unflatten(-1, (-1, FP8_GROUP))
+    scaled = groups * scales.contiguous().view(torch.float32).to(dtype)[..., None]
+    return torch.cat([scaled.flatten(-2), rope.contiguous().view(torch.bfloat16).to(dtype)], -1)
+
+
+def store_rows(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor | None = None,
+) -> None:
+    """Write rows [latent | rope] into the slots of a cache.
+
+    Args:
+        cache: [S, width] or [P, page_size, width], any floating dtype, width that of latent and
+            rope together; or uint8 of width 656, fp8_ds_mla. Written in place.
+        slots: [N] integers; a negative one marks padding and is left out.
+        latent: floating point [N or more, latent]; rows beyond N are padding.
+        rope: floating point [N or more, rope], or None for rows without it.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
+    """
+    check_store_arguments(cache, slots, latent, rope)
+    kept = slots >= 0
+    latent = latent[: len(slots)][kept]
+    rope = latent[:, :0] if rope is None else rope[: len(slots)][kept]
+    if cache.dtype == torch.uint8:
+        rows = pack_fp8_rows(latent, rope)
+    else:
+        rows = torch.cat([latent.to(cache.dtype), rope.to(cache.dtype)], -1)
+    pages, slots = pages_of(cache), slots[kept].long()
+    pages[slots // pages.shape[1], slots % pages.shape[1]] = rows
+
+
+def gather_rows(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Rows of a cache by slot number, as they are stored.
+
+    Args:
+        kv: [rows, width], or [pages, page_size, width] with any strides between pages.
+        slots: integer, any shape, each at least 0.
+
+    Returns:
+        [*slots.shape, width], in kv's dtype.
+    """
+    pages, slots = pages_of(kv), slots.long()
+    return pages[slots // pages.shape[1], slots % pages.shape[1]]
+
+
+def gather(
+    cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The values in the slots of a cache as contiguous rows: the inverse of `store_rows`.
+
+    Args:
+        cache: [S, width] or [P, page_size, width], floating point or fp8_ds_mla.
+        slots: [N] integers; a negative one gives a row of zeros.
+        dtype: of the result; the cache's own where None, bfloat16 for fp8_ds_mla. Values of
+            fp8_ds_mla rows are multiplied in float32, and in float64 for float64.
+
+    Returns:
+        [N, width], or [N, 576] from fp8_ds_mla rows.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
+    """
+    check_gather_arguments(cache, slots, dtype)
+    rows = gather_rows(cache, slots.clamp_min(0))
+    if cache.dtype == torch.uint8:
+        dtype = dtype or torch.bfloat16
+        rows = unpack_fp8_rows(rows, torch.float64 if dtype == torch.float64 else torch.float32)
+    return rows.to(dtype or cache.dtype).masked_fill(slots[:, None] < 0, 0.0)
+
+
+def page_parts(cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys and scales of an index-key cache, both views of it.
+
+    Args:
+        cache: [pages, page_size, width + 4] bytes: a page holds all its e4m3 keys first, then
+            their float32 scales, as vLLM's indexer_k_quant_and_cache writes them; or
+            [pages, page_size, width] of a plain dtype, without scales.
+        width: the width of a key.
+
+    Returns:
+        Keys [pages, page_size, width], and float32 scales [pages, page_size] or None.
+    """
+    if cache.dtype != torch.uint8:
+        return cache, None
+    pages, page_size, row = cache.shape
+    flat = cache.as_strided((pages, page_size * row), (cache.stride(0), 1))
+    keys = flat[:, : page_size * width].view(torch.float8_e4m3fn)
+    scales = flat[:, page_size * width :].view(torch.float32)
+    return keys.unflatten(1, (page_size, width)), scales
+
+
+def store_index_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> None:
+    """Quantize index keys and write them into the slots of their cache.
+
+    Args:
+        cache: uint8 [P, page_size, width + 4], see `page_parts`; written in place.
+        slots: [N] integers; a negative one marks padding and is left out.
+        keys: floating point [N or more, width]; rows beyond N are padding.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
+    """
+    check_store_index_arguments(cache, slots, keys)
+    kept = slots >= 0
+    keys, slots = keys[: len(slots)][kept].float(), slots[kept].long()
+    scale = _power_of_two(_over_448(_amax(keys).clamp_min(LEAST)))
+    codes, scales = page_parts(cache, keys.shape[1])
+    assert scales is not None
+    place = (slots // cache.shape[1], slots % cache.shape[1])
+    codes.view(torch.uint8)[place] = _quantize(keys, scale)
+    scales[place] = scale[:, 0]
