@@ -3,7 +3,8 @@
 Every body imports what it calls, so that `glm5lab --help` loads neither torch nor vLLM nor pandas.
 """
 
-import json
+import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -16,7 +17,7 @@ import typer
 
 from glm5lab import __version__, bench_commands
 from glm5lab.errors import CheckError, Glm5labError, printable
-from glm5lab.json_output import require_writable, write_json
+from glm5lab.json_output import json_text, require_writable, write_json
 
 app = typer.Typer(
     name="glm5lab",
@@ -30,15 +31,29 @@ app = typer.Typer(
 
 app.add_typer(bench_commands.app)
 
+
+def _not_empty(file: str | None) -> str | None:
+    """An empty name, as of a variable that is not set, would mean the folder one is in."""
+    if file == "":
+        raise typer.BadParameter("the name is empty; `.` is the current folder")
+    return file
+
+
 # Text, not paths: a path would make https:/ of https://.
 GgufFile = Annotated[
-    str, typer.Argument(metavar="FILE", help="A GGUF file, any shard of a set, or its folder.")
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help="A GGUF file, any shard of a set, or its folder.",
+        callback=_not_empty,
+    ),
 ]
 GgufName = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
         help="A GGUF file, any shard of a set, its folder, or its URL (https://, hf://OWNER/REPO).",
+        callback=_not_empty,
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to bind; 0.0.0.0 opens it to the network.")]
@@ -130,7 +145,7 @@ def inspect(
     from glm5lab.views.inspection import inspect_json
     from glm5lab.views.tables import inspect_text
 
-    typer.echo(json.dumps(inspect_json(file), indent=2) if as_json else inspect_text(file))
+    typer.echo(json_text(inspect_json(file)) if as_json else inspect_text(file))
 
 
 @app.command()
@@ -168,7 +183,7 @@ def plan(
         kv_dtype=kv_dtype,
         utilization=utilization,
     )
-    typer.echo(json.dumps(result, indent=2) if as_json else result)
+    typer.echo(json_text(result) if as_json else result)
     if not fits:
         raise typer.Exit(1)
 
@@ -179,7 +194,7 @@ def map_names(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.", min=1)] = 1,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="One line a tensor, layers unfolded.")
+        bool, typer.Option("--tensors", help="One line a tensor, however long.")
     ] = False,
     device: Annotated[
         Literal["auto", "gpu", "cpu"],
@@ -193,7 +208,7 @@ def map_names(
     gpu = {"auto": None, "gpu": True, "cpu": False}[device]
     if as_json:
         content, complete = map_json(file, tp, pp, gpu)
-        typer.echo(json.dumps(content, indent=2))
+        typer.echo(json_text(content))
     else:
         text, complete = map_text(file, tp, pp, tensors, gpu)
         typer.echo(text)
@@ -267,7 +282,8 @@ def serve(
 @app.command()
 def demo(
     file: Annotated[
-        str | None, typer.Argument(metavar="[FILE]", help="Default: a tiny sample.")
+        str | None,
+        typer.Argument(metavar="[FILE]", help="Default: a tiny sample.", callback=_not_empty),
     ] = None,
 ) -> None:
     """All layers on one file, ending with a served answer."""
@@ -328,6 +344,10 @@ def _report(error: Exception) -> int:
     if isinstance(error, Glm5labError):
         print(f"glm5lab: {error}", file=sys.stderr)
         return error.exit_code
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        _drop_output()
+        print("glm5lab: standard output: no space left; write to another place", file=sys.stderr)
+        return 1
     text = printable(f"{type(error).__name__}: {error}".splitlines()[0])
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("glm5lab"):
         fix = "`glm5lab env` says what is missing and how to get it"
@@ -335,6 +355,12 @@ def _report(error: Exception) -> int:
         fix = "GLM5LAB_DEBUG=1 shows the traceback"
     print(f"glm5lab: {text}; {fix}", file=sys.stderr)
     return 1
+
+
+def _drop_output() -> None:
+    """What is still buffered for standard output goes nowhere: else Python fails again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

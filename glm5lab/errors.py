@@ -35,6 +35,7 @@ class InputError(Glm5labError, ValueError):
         if len(cause) > LONGEST:
             cause = f"{cause[:LONGEST]} ... ({len(cause)} characters)"
         cause = printable(cause)
+        fix = printable(fix)
         super().__init__(f"{printable(str(file))}: {cause}; {fix}")
         self.file, self.cause, self.fix = str(file), cause, fix
 
@@ -59,3 +60,8 @@ def brief(value: object) -> str:
     """A value from a file as one short line: its repr, cut in the middle of a long one."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:50]} ... {text[-20:]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 and "tensor" -> "1 tensor"; 2 -> "2 tensors"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

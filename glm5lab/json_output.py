@@ -1,10 +1,13 @@
 """Files of figures that a command writes at its end, `--json OUT`."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from glm5lab.errors import InputError
+from glm5lab.errors import InputError, printable
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def require_writable(path: Path | None) -> None:
@@ -23,12 +26,29 @@ def require_writable(path: Path | None) -> None:
         raise _failure(path, error) from error
 
 
+def json_text(content: Any) -> str:
+    """Plain values as JSON that is valid Unicode.
+
+    A path may hold bytes that are no UTF-8, which Python keeps as halves of surrogate pairs: they
+    are written out, as messages have them.
+    """
+    return json.dumps(_valid(content), indent=2)
+
+
+def _valid(content: Any) -> Any:
+    if isinstance(content, str):
+        return SURROGATE.sub(lambda half: printable(half[0]), content)
+    if isinstance(content, dict):
+        return {_valid(key): _valid(value) for key, value in content.items()}
+    return [_valid(item) for item in content] if isinstance(content, list | tuple) else content
+
+
 def write_json(path: Path | None, content: Any) -> None:
     """Write plain values, indented; None writes nothing. InputError when it fails."""
     if path is None:
         return
     try:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json_text(content) + "\n", encoding="utf-8")
     except OSError as error:
         raise _failure(path, error) from error
 

@@ -72,7 +72,7 @@ def test_a_folder_of_the_hub_names_what_is_missing(
         write(tmp_path / "Q4" / name(number, 3), header([ARCH], []))
     with serving(tmp_path, answer=hub(tmp_path, "o/r")) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
-        with pytest.raises(InputError, match=r"1 of its 3 shards are missing: m-00002-of-00003"):
+        with pytest.raises(InputError, match=r"1 of its 3 shards is missing: m-00002-of-00003"):
             open_gguf("hf://o/r/Q4")
         assert [path for path, _ in server.requests if "/api/" not in path] == []
 

@@ -198,6 +198,7 @@ def test_web_pages(tmp_path, monkeypatch):
         for path, fix in (
             ("o/r/blob/main/a.gguf", f"replace /blob/ by /resolve/: {server.url}/o/r/resolve/main"),
             ("o/r/tree/main/Q4", "name the repository or folder as hf://o/r/Q4"),
+            ("a/b/c/d/", "folders are listed as hf://OWNER/REPO/FOLDER only"),
             ("o/r", "as hf://o/r$"),
             ("a.gguf", "name the address of the file itself"),
         ):
@@ -291,7 +292,7 @@ def test_missing_shards_are_named(sample_mix, tmp_path):
             (tmp_path / shard.name).symlink_to(shard)
     second = sample_mix.name.replace("00001", "00002")
     with serving(tmp_path) as server:
-        with pytest.raises(InputError, match=rf"1 of its 3 shards are missing \(404\): {second}"):
+        with pytest.raises(InputError, match=rf"1 of its 3 shards is missing \(404\): {second}"):
             open_gguf(f"{server.url}/{sample_mix.name}")
         with pytest.raises(InputError, match="404 for all 2 shards; check the address"):
             open_gguf(f"{server.url}/other-00001-of-00002.gguf")

@@ -47,7 +47,16 @@ def test_missing_shards_are_named(tmp_path: Path, sample_mix: Path) -> None:
     shards = copy_set(sample_mix, tmp_path)
     shards[1].unlink()
     for path in (shards[0], shards[1], tmp_path):
-        with pytest.raises(InputError, match=r"1 of its 3 shards are missing: .*-00002-of-00003"):
+        with pytest.raises(InputError, match=r"1 of its 3 shards is missing: .*-00002-of-00003"):
+            open_gguf(path)
+
+
+def test_a_set_renamed_to_more_shards_misses_none(tmp_path: Path, sample_mix: Path) -> None:
+    """The sixth of five was never there: the metadata's number is what is said."""
+    for number, shard in enumerate(copy_set(sample_mix, tmp_path), 1):
+        shard.rename(tmp_path / f"x-{number:05d}-of-00004.gguf")
+    for path in (tmp_path / "x-00002-of-00004.gguf", tmp_path):
+        with pytest.raises(InputError, match="says it is shard 1 of 3, its file name says 1 of 4"):
             open_gguf(path)
 
 

@@ -1,6 +1,8 @@
 """Layer 2, what `glm5lab map` shows: folded text, JSON, exit codes, published layouts."""
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from glm5lab.gguf.reader import open_gguf
 from glm5lab.gguf.sample import write_sample
 from glm5lab.loading import names
 from glm5lab.loading.table import COLUMNS, name_table
+from glm5lab.views.inspection import inspect_json
 from glm5lab.views.names import (
     fold_sentences,
     map_json,
@@ -21,6 +24,7 @@ from glm5lab.views.names import (
     name_map,
     names_text,
 )
+from glm5lab.views.plan import plan_json
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_json_says_what_the_table_says(sample_mtp):
     content = json.loads(json.dumps(content, allow_nan=False))
     model = open_gguf(sample_mtp)
     table = name_table(model, hf_config(model), tp=2, pp=2, gpu=True)
-    assert [row["gguf"] for row in content["tensors"]] == list(table["gguf"])
+    assert [row["name"] for row in content["tensors"]] == list(table["name"])
     assert set(content["tensors"][0]) == set(COLUMNS)
     assert content["tensors"][0]["layer"] is None
     assert all((row["stage"] is None) == bool(row["dropped"]) for row in content["tensors"])
@@ -102,7 +106,63 @@ def test_the_command_s_exit_codes(options, code, sample_f32, capsys):
     elif "--tensors" in options:
         assert out.count("blk.3.") > 20
     elif code < 2:
-        assert len(out.splitlines()) < 60
+        assert len(out.splitlines()) < 75
+
+
+def test_a_needed_division_into_stages_is_said_and_counted(sample_share):
+    """vLLM's own 2 + 2 + 1 begins stages at layers 2 and 4, which share; as plan has it."""
+    content, fits = map_json(sample_share, 2, 3, gpu=True)
+    split = plan_json(sample_share, 6, 64.0, tp=2, pp=3)[0]["splits"][0]
+    assert fits
+    assert content["environment"] == split["environment"] == {"VLLM_PP_LAYER_PARTITION": "1,2,2"}
+    weights = [stage["packed_bytes"] + stage["dequantized_bytes"] for stage in split["stages"]]
+    assert content["stage_bytes"] == weights
+    assert {row["stage"] for row in content["tensors"] if row["layer"] == 2} == {1}
+    text, _ = map_text(sample_share, 2, 3, gpu=True, width=1000)
+    assert "note: set VLLM_PP_LAYER_PARTITION=1,2,2, which is counted here: " in text
+    assert map_json(sample_share, 1, 2)[0]["environment"] == {}
+    # Four stages need four layers that choose for themselves; there are three.
+    content, fits = map_json(sample_share, 1, 4)
+    assert not fits
+    assert content["problems"][0].startswith("stage 2 begins at layer 2, which shares the top-k")
+
+
+@pytest.mark.parametrize("sample", ["sample_f32", "sample_mtp", "sample_mix"])
+def test_map_and_plan_count_the_same_bytes(sample, request):
+    path = request.getfixturevalue(sample)
+    stages = plan_json(path, 2, 8.0, tp=1, pp=2)[0]["splits"][0]["stages"]
+    weights = [stage["packed_bytes"] + stage["dequantized_bytes"] for stage in stages]
+    assert map_json(path, 1, 2, gpu=True)[0]["stage_bytes"] == weights
+
+
+def test_json_names_files_and_shards_as_inspect_does(sample_mix, tmp_path):
+    ours, theirs = map_json(sample_mix)[0], inspect_json(sample_mix)
+    for field in ("file", "shards"):
+        assert ours[field] == theirs[field]
+    assert plan_json(sample_mix, 1, 8.0)[0]["file"] == ours["file"]
+    for field in ("name", "shard", "nbytes", "type", "shape", "layer"):
+        assert [t[field] for t in ours["tensors"]] == [t[field] for t in theirs["tensors"]]
+    assert {t["shard"] for t in ours["tensors"]} == {2, 3}
+    assert set(open_gguf(sample_mix).table()["shard"]) == {2, 3}
+    first = "113 tensors: 113 fill 89 parameters, 0 dropped for a named reason, 0 problems"
+    assert first in map_text(sample_mix, gpu=False, width=200)[0]
+    assert map_json(sample_mix, gpu=False)[0]["counts"] == {
+        **{"tensors": 113, "loaded": 113, "parameters": 89},
+        **{"dropped": 0, "problems": 0},
+    }
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["map"], ["plan"]], ids=" ".join)
+def test_json_of_a_path_that_is_no_text(command, sample_f32, tmp_path, capsys):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.gguf")
+    shutil.copy(sample_f32, path)
+    options = ["--gpus", "1", "--gpu-memory", "8"] if command == ["plan"] else []
+    with pytest.raises(SystemExit) as ended:
+        main([*command, path, "--json", *options])
+    assert not ended.value.code
+    content = json.loads(capsys.readouterr().out)
+    assert content["file"].endswith(r"\udcff.gguf")
+    json.dumps(content, ensure_ascii=False).encode()
 
 
 def test_the_text_folds_many_layers(tmp_path):

@@ -30,7 +30,7 @@ def table_of(path, **options):
 
 
 def of(table, name):
-    return table.set_index("gguf").loc[name]
+    return table.set_index("name").loc[name]
 
 
 @pytest.mark.parametrize("role", sorted(names.BLOCK))
@@ -63,7 +63,7 @@ def test_a_row_for_every_tensor(sample, gpu, request):
     path = request.getfixturevalue(sample)
     model, table = open_gguf(path), table_of(path, gpu=gpu, tp=2, pp=2)
     assert tuple(table.columns) == COLUMNS
-    assert list(table["gguf"]) == list(model.tensors)
+    assert list(table["name"]) == list(model.tensors)
     assert not table.isna().drop(columns="layer").to_numpy().any()
     for row, tensor in zip(table.itertuples(), model.tensors.values(), strict=True):
         assert (row.type, row.nbytes, row.shape, row.shard) == (
@@ -74,7 +74,7 @@ def test_a_row_for_every_tensor(sample, gpu, request):
         assert bool(row.vllm) == bool(row.hf) == bool(row.kernel) != bool(row.dropped)
         assert bool(row.dropped) == (row.stage == -1) == (row.rank_bytes == 0)
     placed = placements(model, hf_config(model), 2, 2, gpu)
-    assert dict(zip(table["gguf"], table["rank_bytes"], strict=True)) == {
+    assert dict(zip(table["name"], table["rank_bytes"], strict=True)) == {
         name: p.loaded for name, p in placed.items()
     }
 
@@ -113,7 +113,7 @@ def test_rope_freqs_and_the_draft_block_are_dropped(sample_mtp, tmp_path):
     )
     model = open_gguf(copy)
     table = table_of(copy)
-    reasons = dict(zip(table["gguf"], table["dropped"], strict=True))
+    reasons = dict(zip(table["name"], table["dropped"], strict=True))
     assert reasons["rope_freqs.weight"] == names.ROPE_FREQS
     last = hf_config(model)["num_hidden_layers"]
     assert {n for n, why in reasons.items() if why == names.MTP} == {
@@ -191,10 +191,10 @@ def test_missing_blocks_are_one_problem(sample_f32, tmp_path):
 def test_experts_of_two_types_are_a_problem_on_a_gpu(sample_mix):
     table = table_of(sample_mix, gpu=True)
     mixed = table[table["problem"].str.contains("one type")]
-    assert set(mixed["gguf"].str.split(".").str[2]) == {"ffn_gate_exps", "ffn_up_exps"}
+    assert set(mixed["name"].str.split(".").str[2]) == {"ffn_gate_exps", "ffn_up_exps"}
     for layer, rows in mixed.groupby("layer"):
         assert rows["type"].nunique() == 2, layer
-    rest = table[(table["problem"] == "") & table["gguf"].str.contains("(?:gate|up)_exps")]
+    rest = table[(table["problem"] == "") & table["name"].str.contains("(?:gate|up)_exps")]
     assert (rest.groupby("layer")["type"].nunique() == 1).all()
     assert (table_of(sample_mix, gpu=False)["problem"] == "").all()
 

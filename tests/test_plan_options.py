@@ -7,16 +7,24 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.layout_files import write_layout
+from glm5lab.gguf.layouts import read_layouts
 from glm5lab.gguf.memory import GIB, workspace
 from glm5lab.gguf.parallel import Card, evaluate
 from glm5lab.gguf.plan import make_plan
 from glm5lab.gguf.reader import open_gguf
+from glm5lab.views.names import map_json
 from glm5lab.views.plan import plan_json, plan_text
 
 
 @pytest.fixture(scope="module")
 def full(sample_f32):
     return open_gguf(sample_f32)
+
+
+@pytest.fixture(scope="module")
+def shared(sample_share):
+    return open_gguf(sample_share)
 
 
 def test_llama_cpps_types_without_a_kernel_are_named_too(full):
@@ -26,7 +34,7 @@ def test_llama_cpps_types_without_a_kernel_are_named_too(full):
     plan = make_plan(replace(full, tensors=full.tensors | {name: tensor}), 1, 8.0)
     assert plan.best.fits
     assert not plan.fits
-    assert plan.problems == (f"no kernel takes TQ1_0 (1 tensors, such as {name})",)
+    assert plan.problems == (f"no kernel takes TQ1_0 (1 tensor, such as {name})",)
 
 
 def test_the_options_mean_to_vllm_what_was_planned(full):
@@ -45,7 +53,7 @@ def test_the_options_mean_to_vllm_what_was_planned(full):
             assert parsed.tensor_parallel_size == plan.best.tp
             assert parsed.max_model_len == plan.best.caches[0].context
             assert ("--gpu-memory-utilization" in options) == (utilization is not None)
-            text, _ = plan_text(full, 2, 8.0, kv_dtype=kv_dtype, utilization=utilization)
+            text, _ = plan_text(full, 2, 8.0, kv_dtype=kv_dtype, utilization=utilization, width=200)
             assert shlex.join(options) in text
 
 
@@ -63,7 +71,7 @@ def test_what_this_version_cannot_do_is_noted(full):
 
     for dcp in (1, 2):
         result, _ = plan_json(full, 2, 8.0, tp=2, dcp=dcp)
-        text, _ = plan_text(full, 2, 8.0, tp=2, dcp=dcp)
+        text, _ = plan_text(full, 2, 8.0, width=1000, tp=2, dcp=dcp)
         assert all(f"note: {note}" in text for note in result["notes"])
         notes = "\n".join(result["notes"])
         assert "this version's loader still dequantizes" in notes
@@ -71,6 +79,71 @@ def test_what_this_version_cannot_do_is_noted(full):
         assert ("fp8_ds_mla rows need an attention backend" in notes) == lacks
         assert ("dcp needs an attention backend" in notes) == (dcp > 1)
     assert not getattr(Backend.get_impl_cls(), "supports_dcp", False)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dcp": 3}, "no: all 3 splits are impossible, whatever the memory: tp 4, dcp 3: tp 4"),
+        ({"tp": 3, "pp": 1}, "no: the split is impossible, whatever the memory: tp 3: 4 attention"),
+    ],
+)
+def test_an_impossible_split_is_not_a_lack_of_memory(full, options, says):
+    text, fits = plan_text(full, 4, 8.0, width=1000, **options)
+    assert not fits
+    assert text.splitlines()[1].startswith(says)
+    assert not any(word in text for word in ("missing", "fits", "tokens,", "does not fit"))
+    short, _ = plan_text(full, 4, 0.5, width=1000, **options)
+    assert "GiB are missing on each GPU" in short.splitlines()[1]
+
+
+def test_a_token_s_bytes_can_be_recomputed(shared):
+    """From the text alone: room and bytes a token of each stage, divided by dcp."""
+    text, _ = plan_text(shared, 8, 8.0, width=1000, tp=4, pp=2, dcp=2)
+    table = {line[:27].strip(): line[27:].split("  ") for line in text.splitlines() if "  " in line}
+    assert [cell.strip() for cell in table["layers"] if cell] == ["0-2", "3-4"]
+    assert [cell.strip() for cell in table["of these with an indexer"] if cell] == ["2", "1"]
+    sizes = [int(c.replace(",", "")) for c in table["bytes a token, bf16"] if c]
+    assert sizes == [3 * 1152 + 2 * 132, 2 * 1152 + 132]
+    assert "not divided by tp, divided by dcp 2: " in text
+    cache = make_plan(shared, 8, 8.0, tp=4, pp=2, dcp=2).best.caches[0]
+    assert f"{cache.tokens:,} tokens on the fullest stage" in text
+    room = [float(cell.removesuffix(" GiB")) for cell in table["left for the cache"] if cell]
+    most = min(gib * GIB / size for gib, size in zip(room, sizes, strict=True)) * 2
+    assert cache.tokens == pytest.approx(most, rel=0.02)
+
+
+def test_every_stage_is_shown_or_counted(tmp_path):
+    path = write_layout(read_layouts()["glm-5-q4_k_m"], tmp_path)
+    text, _ = plan_text(path, 26, 96.0, tp=1, pp=26)
+    assert "stage 15" in text
+    assert "and 10 more stages, see --json" in text
+
+
+@pytest.mark.parametrize("role", ["attn_norm.weight", "ffn_up_exps.weight"])
+def test_what_map_refuses_is_a_reason(role, full):
+    """A tensor that is missing, and one under another name."""
+    name = f"blk.1.{role}"
+    without = {n: t for n, t in full.tensors.items() if n != name}
+    renamed = without | {f"{name}x": replace(full.tensors[name], name=f"{name}x")}
+    for tensors in (without, renamed):
+        model = replace(full, tensors=tensors)
+        result, fits = plan_json(model, 1, 8.0)
+        problems = map_json(model, gpu=True)[0]["problems"]
+        assert problems
+        assert set(problems) <= set(result["reasons"])
+        assert not fits
+        assert not result["fits"]
+        text, _ = plan_text(model, 1, 8.0, width=1000)
+        assert text.splitlines()[1].startswith("vLLM cannot run this file: ")
+        assert f"{name}: missing" in text
+        assert "vllm serve" not in text
+
+
+def test_experts_of_two_types_are_a_reason(sample_mix):
+    result, fits = plan_json(sample_mix, 1, 8.0)
+    assert not fits
+    assert any("the MoE kernel takes one type" in reason for reason in result["reasons"])
 
 
 @pytest.mark.parametrize(("gib", "memory"), [(24, 24), (96, 96), (180, 180)])

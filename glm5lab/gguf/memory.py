@@ -105,14 +105,12 @@ class StageWeights:
         packed: bytes of weights that stay quantized.
         plain: bytes of weights as plain numbers (dequantized, norms).
         indexers: how many of its layers choose their own top-k.
-        begins_shared: whether its first layer needs the top-k of a layer on an earlier stage.
     """
 
     layers: range
     packed: int
     plain: int
     indexers: int
-    begins_shared: bool
 
     @property
     def weights(self) -> int:
@@ -139,7 +137,6 @@ def stage_weights(
             packed[number],
             plain[number],
             sum(has_indexer(config, layer) for layer in layers),
-            not has_indexer(config, layers[0]),
         )
         for number, layers in enumerate(stages)
     ]

@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from glm5lab.architecture import has_indexer
+from glm5lab.errors import counted
 from glm5lab.gguf.memory import (
     GIB,
     PAGE_TOKENS,
@@ -116,9 +117,36 @@ class Split:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables that this split needs."""
-        if self.partition is None:
-            return {}
-        return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, self.partition))}
+        return environment(self.partition)
+
+
+def environment(partition: Sequence[int] | None) -> dict[str, str]:
+    """The variable by which vLLM takes a division into stages; none for its own."""
+    return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, partition))} if partition else {}
+
+
+def shared_starts(config: Mapping[str, Any], stages: Sequence[range]) -> list[str]:
+    """A sentence for each stage that begins at a layer without a top-k of its own."""
+    return [
+        f"stage {number} begins at layer {layers[0]}, which shares the top-k of a layer "
+        "on the stage before"
+        for number, layers in enumerate(stages)
+        if not has_indexer(config, layers[0])
+    ]
+
+
+def needed_partition(
+    model: GgufModel, config: Mapping[str, Any], tp: int, pp: int, gpu: bool
+) -> tuple[int, ...] | None:
+    """Layers a stage where vLLM's own division begins one at a layer that shares its top-k.
+
+    Returns:
+        None where vLLM's division will do, and where none does.
+    """
+    layers = config["num_hidden_layers"]
+    if not 1 < pp <= layers or not shared_starts(config, stage_layers(layers, pp)):
+        return None
+    return balanced_partition(config, placements(model, config, tp, pp, gpu), model, pp)
 
 
 def obstacles(config: Mapping[str, Any], tp: int, dcp: int, kv_dtypes: Sequence[str]) -> list[str]:
@@ -174,12 +202,7 @@ def evaluate(
         layers = stage_layers(config["num_hidden_layers"], pp, partition)
         stages = tuple(stage_weights(part.values(), layers, config))
         found = [*obstacles(config, tp, dcp, kv_dtypes[:1]), *shortened(problems)]
-        found += [
-            f"stage {number} begins at layer {stage.layers[0]}, which shares the top-k of a layer "
-            "on the stage before"
-            for number, stage in enumerate(stages)
-            if stage.begins_shared
-        ]
+        found += shared_starts(config, layers)
         caches = tuple(_cache_fit(config, card, stages, tp, dcp, k, context) for k in kv_dtypes)
         spaces = _workspaces(config, card, tp, pp, caches[0].context)
         return Split(tp, pp, dcp, expert_parallel, partition, stages, spaces, caches, tuple(found))
@@ -197,9 +220,10 @@ def evaluate(
 
 
 def shortened(problems: Sequence[str], shown: int = 1) -> list[str]:
-    """The first few problems, and how many more there are."""
+    """The first few problems of tensors, and how many more there are."""
     more = len(problems) - shown
-    return [*problems[:shown], *([f"and {more} more"] if more > 0 else [])]
+    rest = [f"and {counted(more, 'more tensor')}"] if more > 0 else []
+    return [*problems[:shown], *rest]
 
 
 def _workspaces(

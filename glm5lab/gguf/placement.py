@@ -58,6 +58,12 @@ FUSED = (
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def engine_dtype(config: Mapping[str, Any], gpu: bool) -> str:
+    """What the engine computes in: GPUs take bf16 even where an all-F32 file says float32."""
+    dtype = str(config["dtype"])
+    return "bfloat16" if gpu and dtype == "float32" else dtype
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where a tensor goes.
@@ -119,11 +125,11 @@ def placements(
 
     Args:
         model: a GLM-5; its header is enough.
-        config: from `gguf.config.hf_config`; `dtype` is what the engine computes in.
+        config: from `gguf.config.hf_config`; see `engine_dtype`.
         tp: tensor-parallel ranks of a stage.
         pp: pipeline stages.
         gpu: quantized weights stay quantized where a kernel takes them; on the CPU all are
-            dequantized to `dtype`.
+            dequantized.
         expert_parallel: whole experts a rank instead of a slice of every expert.
         partition: decoder layers a stage; None for vLLM's own.
 
@@ -168,7 +174,7 @@ class _Cutter:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         self.tensors, self.tp, self.gpu, self.ep = model.tensors, tp, gpu, ep
-        self.itemsize = DTYPE_BYTES[config["dtype"]]
+        self.itemsize = DTYPE_BYTES[engine_dtype(config, gpu)]
         self.blocks = {int(t): GGML_QUANT_SIZES[t][0] for t in GGMLQuantizationType}
 
     def __call__(self, tensor: Tensor) -> Placement:

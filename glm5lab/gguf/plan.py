@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from glm5lab.errors import InputError
+from glm5lab.errors import InputError, counted
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.kernels import kernel
 from glm5lab.gguf.memory import GIB, KV_DTYPES, UTILIZATION
 from glm5lab.gguf.parallel import Card, Split, evaluate
-from glm5lab.gguf.placement import DTYPE_BYTES, placements
+from glm5lab.gguf.placement import placements
 from glm5lab.gguf.reader import GgufModel
 
 MOST_GPUS = 4096
+MOST_GIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Plan:
 
     Attributes:
         model: the file's name.
-        config: its HF configuration, in the dtype that a GPU computes in.
+        config: its HF configuration.
         gpus: how many there are.
         card: each of them.
         context: tokens asked for one request; None for as many as fit.
@@ -84,9 +85,7 @@ def make_plan(
     Raises:
         InputError: the file is no GLM-5, or an argument is out of range or contradicts another.
     """
-    config = {**hf_config(model)}
-    # GPUs compute in bf16 even where an all-F32 file would have the CPU compute in float32.
-    config["dtype"] = "bfloat16" if DTYPE_BYTES[config["dtype"]] > 2 else config["dtype"]
+    config = hf_config(model)
     utilization = UTILIZATION if utilization is None else utilization
     _check(model, config, gpus, gpu_memory_gib, utilization, context, kv_dtype)
     kv_dtypes = (
@@ -111,7 +110,7 @@ def types_without_kernel(model: GgufModel, config: Mapping[str, Any]) -> list[st
         if loaded and not kernel(tensor.type, tensor.role, gpu=True):
             without.setdefault(tensor.type, []).append(tensor.name)
     return [
-        f"no kernel takes {kind} ({len(names)} tensors, such as {names[0]})"
+        f"no kernel takes {kind} ({counted(len(names), 'tensor')}, such as {names[0]})"
         for kind, names in without.items()
     ]
 
@@ -164,7 +163,11 @@ def _check(
     longest = config["max_position_embeddings"]
     rules = (
         (1 <= gpus <= MOST_GPUS, f"gpus {gpus}", f"1 to {MOST_GPUS}"),
-        (0 < gpu_memory_gib < 1 << 20, f"gpu memory {gpu_memory_gib}", "GiB of one GPU, above 0"),
+        (
+            0 < gpu_memory_gib < MOST_GIB,
+            f"gpu memory {gpu_memory_gib}",
+            f"GiB of one GPU, above 0 and below {MOST_GIB:,}",
+        ),
         (0 < utilization <= 1, f"utilization {utilization}", "a part above 0, at most 1"),
         (
             context is None or 1 <= context <= longest,

@@ -152,12 +152,17 @@ class GgufModel:
         return np.array(values if rows is None else values[rows], dtype=np.float32, order="C")
 
     def table(self) -> "pd.DataFrame":
-        """All tensors, one a row: name, layer, role, shape, type, nbytes, shard, offset."""
+        """All tensors, one a row: name, layer, role, shape, type, nbytes, shard, offset.
+
+        `shard` counts from 1, as file names do.
+        """
         import pandas as pd
 
         columns = ["name", "layer", "role", "shape", "type", "nbytes", "shard", "offset"]
         rows = [[getattr(t, c) for c in columns] for t in self.tensors.values()]
-        return pd.DataFrame(rows, columns=columns).astype({"layer": "Int64"})
+        table = pd.DataFrame(rows, columns=columns).astype({"layer": "Int64"})
+        table["shard"] += 1
+        return table
 
 
 def open_gguf(
@@ -233,8 +238,16 @@ def open_sources(
     )
 
 
+def is_adapter(model: GgufModel) -> bool:
+    """Whether a file says that it holds an adapter for a model, such as LoRA's matrices."""
+    return model.metadata.get("general.type") == "adapter"
+
+
 def require_glm5(model: GgufModel) -> None:
     """InputError when the model is no GLM-5 (architecture `glm-dsa`)."""
+    if is_adapter(model):
+        fix = "name the model itself; glm5lab serves no adapters"
+        raise InputError(model.path, "a LoRA adapter (general.type), not a model", fix)
     if model.architecture != ARCHITECTURE:
         found = model.architecture or "none named in the metadata"
         fix = "name a GGUF file of GLM-5, GLM-5.1 or GLM-5.2"

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath
 
 from glm5lab.errors import InputError
+from glm5lab.gguf.header import parse_header
+from glm5lab.gguf.source import FileSource
+from glm5lab.gguf.split import check_count
 
 SHARD = re.compile(r"(?P<base>.*)-(?P<no>\d{5})-of-(?P<total>\d{5})\.gguf", re.IGNORECASE)
 MAX_LISTED = 8
@@ -88,7 +91,8 @@ def missing_shards(
     """The error for a set that is not complete; `missing` are file names, `why` how it shows."""
     shown = ", ".join(missing[:MAX_LISTED])
     more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
-    cause = f"{len(missing)} of its {total} shards are missing{why}: {shown}{more}"
+    verb = "is" if len(missing) == 1 else "are"
+    cause = f"{len(missing)} of its {total} shards {verb} missing{why}: {shown}{more}"
     return InputError(place, cause, fix)
 
 
@@ -126,8 +130,24 @@ def _sisters(path: Path) -> tuple[Path, ...]:
 def _complete(path: Path, sisters: tuple[Path, ...]) -> tuple[Path, ...]:
     missing = [s.name for s in sisters if not os.path.exists(s)]
     if missing:
-        raise missing_shards(path, missing, len(sisters), f"put them into {path.parent}")
+        _compare_count(sisters)
+        them = "it" if len(missing) == 1 else "them"
+        raise missing_shards(path, missing, len(sisters), f"put {them} into {path.parent}")
     return sisters
+
+
+def _compare_count(sisters: Sequence[Path]) -> None:
+    """InputError where the first shard there says that the set has another number of them.
+
+    The missing ones never were, then: the file was renamed.
+    """
+    there = next(s for s in sisters if os.path.exists(s))
+    try:
+        with FileSource(there) as source:
+            header = parse_header(source)
+    except InputError:
+        return  # the shards that are missing are the plainer fault
+    check_count(there, header, sisters.index(there), len(sisters))
 
 
 def _in_folder(folder: Path) -> tuple[Path, ...]:

@@ -39,22 +39,35 @@ def check_numbers(shards: Sequence[PurePath], headers: Sequence[Header]) -> list
 def _check_counts(shards: Sequence[PurePath], headers: Sequence[Header]) -> list[str]:
     zero: list[str] = []
     for index, (path, header) in enumerate(zip(shards, headers, strict=True)):
-        count = _integer(path, header, "split.count")
-        if count == 0 and len(shards) > 1:
+        if check_count(path, header, index, len(shards)) == 0 and len(shards) > 1:
             zero.append(path.name)
-        elif count not in (None, 0, len(shards)):
-            number = _integer(path, header, "split.no")
-            of = (
-                f"shard {number + 1} of {count}" if number is not None else f"one of {count} shards"
-            )
-            raise InputError(
-                path,
-                f"its metadata says it is {of}, its file name says {index + 1} of {len(shards)}",
-                f"name the shards NAME-00001-of-{count:05d}.gguf and so on, all in one folder",
-            )
     if not zero:
         return []
     return [f"split.count is 0 in {', '.join(zero[:3])}; its file name says {len(shards)} shards"]
+
+
+def check_count(path: PurePath, header: Header, index: int, total: int) -> int | None:
+    """The header's split.count.
+
+    Args:
+        path: the shard.
+        header: its header.
+        index: the shard's number by its file name, from 0.
+        total: how many there are by its file name.
+
+    Raises:
+        InputError: the metadata has another number of shards (0 is none) than the file name.
+    """
+    count = _integer(path, header, "split.count")
+    if count in (None, 0, total):
+        return count
+    number = _integer(path, header, "split.no")
+    of = f"shard {number + 1} of {count}" if number is not None else f"one of {count} shards"
+    raise InputError(
+        path,
+        f"its metadata says it is {of}, its file name says {index + 1} of {total}",
+        f"name the shards NAME-00001-of-{count:05d}.gguf and so on, all in one folder",
+    )
 
 
 def _integer(path: PurePath, header: Header, key: str) -> int | None:

@@ -160,7 +160,9 @@ def web_page_fix(name: str, url: str) -> str:
     if match and not name.startswith("hf:") and origin(url) == origin(endpoint()):
         hub = HubPath(match[1], (match[3] or "").strip("/"), match[2] or "main")
         return f"name the repository or folder as {hub}"
-    return "name the address of the file itself (the target of its download button)"
+    if urlsplit(url).path.lower().endswith(".gguf"):
+        return "name the address of the file itself (the target of its download button)"
+    return "name a .gguf file's own address; folders are listed as hf://OWNER/REPO/FOLDER only"
 
 
 def _straight(file: str | Path) -> str:

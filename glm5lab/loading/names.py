@@ -142,13 +142,13 @@ def role_frame() -> "pd.DataFrame":
 
 
 def split_names(names: Iterable[str]) -> "pd.DataFrame":
-    """Columns gguf, layer (Int64, none outside the blocks), role (the name without its block)."""
+    """Columns name, layer (Int64, none outside the blocks), role (the name without its block)."""
     import pandas as pd
 
-    gguf = pd.Series(list(names), dtype=object, name="gguf")
-    parts = gguf.str.extract(BLOCK_NAME)
+    name = pd.Series(list(names), dtype=object, name="name")
+    parts = name.str.extract(BLOCK_NAME)
     layer = pd.to_numeric(parts[0]).astype("Int64")
-    return pd.DataFrame({"gguf": gguf, "layer": layer, "role": parts[1].fillna(gguf)})
+    return pd.DataFrame({"name": name, "layer": layer, "role": parts[1].fillna(name)})
 
 
 def name_frame(names: Iterable[str], config: Mapping[str, Any]) -> "pd.DataFrame":
@@ -159,7 +159,7 @@ def name_frame(names: Iterable[str], config: Mapping[str, Any]) -> "pd.DataFrame
         config: the model's HF configuration (`gguf.config.hf_config`).
 
     Returns:
-        Columns gguf, layer, role, hf, vllm, part, change, dropped (the reason or "") and known
+        Columns name, layer, role, hf, vllm, part, change, dropped (the reason or "") and known
         (False for a name that GLM-5 does not have).
     """
     import numpy as np
@@ -188,7 +188,7 @@ def name_frame(names: Iterable[str], config: Mapping[str, Any]) -> "pd.DataFrame
 
 def mappings(frame: "pd.DataFrame") -> list[NameMapping]:
     """The rows of a `name_frame` that GLM-5 has, as objects."""
-    columns = ["gguf", "hf", "vllm", "part", "change", "dropped"]
+    columns = ["name", "hf", "vllm", "part", "change", "dropped"]
     return [NameMapping(*row) for row in frame.loc[frame["known"], columns].to_numpy().tolist()]
 
 

@@ -55,7 +55,7 @@ def tensor_frame(model: GgufModel, config: Mapping[str, Any]) -> "pd.DataFrame":
     frame = name_frame(model.tensors, config)
     frame["shape"] = pd.Series([t.shape for t in tensors], dtype=object)
     frame["type"] = pd.Series([t.type for t in tensors], dtype=object)
-    expected = frame["gguf"].map(_expected(model, config))
+    expected = frame["name"].map(_expected(model, config))
     loaded = frame["known"] & (frame["dropped"] == "")
     wrong = loaded & expected.notna() & (expected != frame["shape"])
     twice = loaded & expected.isna()
@@ -98,9 +98,9 @@ def _expected(model: GgufModel, config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def sentences(frame: "pd.DataFrame") -> list[str]:
-    """The problems of a frame with columns gguf and problem, each naming its tensor."""
+    """The problems of a frame with columns name and problem, each naming its tensor."""
     rows = frame.loc[frame["problem"] != ""]
-    return list(rows["gguf"] + ": " + rows["problem"])
+    return list(rows["name"] + ": " + rows["problem"])
 
 
 def reconcile(model: GgufModel, config: Mapping[str, Any]) -> Reconciliation:

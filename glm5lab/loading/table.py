@@ -5,7 +5,7 @@ table[table["problem"] != ""]
 table.groupby("kernel")["rank_bytes"].sum()
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = (
-    *("shard", "gguf", "hf", "vllm", "part", "change", "type", "kernel"),
+    *("shard", "name", "hf", "vllm", "part", "change", "type", "kernel"),
     *("nbytes", "rank_bytes", "shape", "layer", "stage", "dropped", "problem"),
 )
-TEXT = ("gguf", "hf", "vllm", "part", "change", "type", "kernel", "dropped", "problem")
+TEXT = ("name", "hf", "vllm", "part", "change", "type", "kernel", "dropped", "problem")
 FIELDS = [field.name for field in fields(Placement)]
 
 
@@ -34,6 +34,7 @@ def name_table(
     tp: int = 1,
     pp: int = 1,
     gpu: bool | None = None,
+    partition: Sequence[int] | None = None,
 ) -> "pd.DataFrame":
     """Every tensor of a file, one a row, in file order.
 
@@ -43,14 +44,15 @@ def name_table(
         tp: tensor-parallel ranks.
         pp: pipeline stages.
         gpu: kernels and bytes as on a GPU or on the CPU; None for what this machine has.
+        partition: decoder layers a stage; None for vLLM's own.
 
     Returns:
         Columns:
-        shard (number of the file, from 1), gguf, hf (`{e}` for the expert), vllm, part ("0",
-        "w1", "" for a whole parameter), change (of the values, besides dequantization), type,
-        kernel (see `gguf.kernels`), nbytes (in the file), rank_bytes (of one rank of its stage,
-        once loaded), shape (tuple, torch order), layer (Int64), stage (-1 where dropped), dropped
-        (the reason, or ""), problem (what does not fit, or "").
+        shard (number of the file, from 1), name (in the file), hf (`{e}` for the expert), vllm,
+        part ("0", "w1", "" for a whole parameter), change (of the values, besides dequantization),
+        type, kernel (see `gguf.kernels`), nbytes (in the file), rank_bytes (of one rank of its
+        stage, once loaded), shape (tuple, torch order), layer (Int64), stage (-1 where dropped),
+        dropped (the reason, or ""), problem (what does not fit, or "").
 
     Raises:
         InputError: tp or pp is no count that this model can have.
@@ -60,7 +62,8 @@ def name_table(
     gpu = gpu_here() if gpu is None else gpu
     frame = tensor_frame(model, config)
     tensors = model.tensors.values()
-    placed = pd.DataFrame(list(placements(model, config, tp, pp, gpu).values()), columns=FIELDS)
+    placements_of = placements(model, config, tp, pp, gpu, partition=partition)
+    placed = pd.DataFrame(list(placements_of.values()), columns=FIELDS)
     used = frame["known"] & (frame["dropped"] == "")
     frame["shard"] = [t.shard + 1 for t in tensors]
     frame["nbytes"] = [t.nbytes for t in tensors]

@@ -5,23 +5,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glm5lab.errors import printable
+from glm5lab.errors import counted, printable
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.kernels import gpu_here
 from glm5lab.gguf.layer_ranges import layer_ranges
+from glm5lab.gguf.parallel import environment, needed_partition, shared_starts
+from glm5lab.gguf.placement import stage_layers
 from glm5lab.gguf.reader import GgufModel, require_glm5
 from glm5lab.gguf.tensors import BLOCK_NAME
 from glm5lab.loading.names import split_names
 from glm5lab.loading.reconcile import missing_tensors, sentences
 from glm5lab.loading.table import name_table
-from glm5lab.views.inspection import notes, opened
+from glm5lab.views.inspection import notes, opened, shards_json
 from glm5lab.views.tables import human_bytes
+from glm5lab.views.text import table_lines, terminal_width, wrapped
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FOLDED = ("GGUF tensor", "blocks", "type", "kernel", "a rank", "vLLM parameter", "change")
-UNFOLDED = ("shard", "gguf", "hf", "vllm", "part", "change", "type", "kernel")
+UNFOLDED = ("shard", "name", "hf", "vllm", "part", "change", "type", "kernel")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class NameMap:
         tp: tensor-parallel ranks.
         pp: pipeline stages.
         gpu: kernels and bytes as on a GPU, or on the CPU.
+        partition: layers a stage where vLLM's own division will not do.
+        stages: why it will not do.
     """
 
     model: GgufModel
@@ -43,11 +48,34 @@ class NameMap:
     tp: int = 1
     pp: int = 1
     gpu: bool = False
+    partition: tuple[int, ...] | None = None
+    stages: tuple[str, ...] = ()
 
     @property
     def problems(self) -> list[str]:
-        """Everything that does not fit, a sentence each, naming its tensor."""
-        return sentences(self.table) + self.missing
+        """Everything that does not fit, a sentence each, naming its tensor or stage."""
+        found = sentences(self.table) + self.missing
+        return found if self.partition else [*found, *self.stages]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is odd about the file, and the variable that its stages need."""
+        found = notes(self.model)
+        for variable, value in environment(self.partition).items():
+            why = f"vLLM's own division will not do, {'; '.join(self.stages)}"
+            found.append(f"set {variable}={value}, which is counted here: {why}")
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """Numbers of tensors, of those that are loaded or dropped, of parameters and problems."""
+        loaded = self.table[self.table["vllm"] != ""]
+        return {
+            "tensors": len(self.table),
+            "loaded": len(loaded),
+            "parameters": int(loaded["vllm"].nunique()),
+            "dropped": int((self.table["dropped"] != "").sum()),
+            "problems": len(self.problems),
+        }
 
     def stage_bytes(self) -> list[int]:
         """Bytes that one rank of each pipeline stage holds."""
@@ -66,37 +94,42 @@ def name_map(
     require_glm5(model)
     config = hf_config(model) if config is None else config
     gpu = gpu_here() if gpu is None else gpu
-    table = name_table(model, config, tp, pp, gpu)
-    return NameMap(model, table, missing_tensors(model, config), tp, pp, gpu)
+    partition = needed_partition(model, config, tp, pp, gpu)
+    table = name_table(model, config, tp, pp, gpu, partition)
+    stages = tuple(shared_starts(config, stage_layers(config["num_hidden_layers"], pp)))
+    missing = missing_tensors(model, config)
+    return NameMap(model, table, missing, tp, pp, gpu, partition, stages if pp > 1 else ())
 
 
-def names_text(names: NameMap, tensors: bool = False) -> str:
+def names_text(names: NameMap, tensors: bool = False, width: int | None = None) -> str:
     """The table, a line of sums, and every problem.
 
     Args:
         names: from `name_map`.
-        tensors: one line a tensor, instead of one a role with its layers folded.
+        tensors: one line a tensor, however long, instead of one a role with its layers folded.
+        width: columns; the terminal's when None.
     """
-    table = names.table
+    table, width = names.table, width or terminal_width()
     loaded = table[table["vllm"] != ""]
-    lines = unfolded(names) if tensors else folded(loaded, names.gpu)
-    lines += dropped_lines(table)
+    lines = unfolded(names) if tensors else folded(loaded, names.gpu, width)
     shown = names.problems if tensors else fold_sentences(names.problems)
-    lines += [*summary(names), *(f"note: {note}" for note in notes(names.model))]
-    lines += [f"problem: {problem}" for problem in shown]
-    return "\n".join(map(printable, lines))
+    prose = [*dropped_lines(table), *summary(names), *(f"note: {note}" for note in names.notes)]
+    for line in [*prose, *(f"problem: {problem}" for problem in shown)]:
+        lines += wrapped(printable(line), width)
+    return "\n".join(lines)
 
 
-def folded(loaded: "pd.DataFrame", gpu: bool) -> list[str]:
+def folded(loaded: "pd.DataFrame", gpu: bool, width: int) -> list[str]:
     """One line for each role and destination, in the order of first appearance."""
     if loaded.empty:
         return []
-    table = loaded.assign(role=split_names(loaded["gguf"])["role"].to_numpy())
+    table = loaded.assign(role=split_names(loaded["name"])["role"].to_numpy())
     rows = [folded_cells(str(role), rows) for role, rows in table.groupby("role", sort=False)]
     lines = [dict(zip(FOLDED, row, strict=True)) for row in rows]
     # On the CPU there are no kernels to tell apart: what is quantized is dequantized.
     headings = [heading for heading in FOLDED if gpu or heading != "kernel"]
-    return columns([tuple(headings), *(tuple(line[h] for h in headings) for line in lines)])
+    cells = (tuple(printable(line[h]) for h in headings) for line in lines)
+    return table_lines([tuple(headings), *cells], width, whole=("a rank",))
 
 
 def folded_cells(role: str, rows: "pd.DataFrame") -> tuple[str, ...]:
@@ -127,7 +160,8 @@ def unfolded(names: NameMap) -> list[str]:
         text[column] = table[column].astype(str)
     if names.pp > 1:
         text["stage"] = table["stage"].astype(str).where(table["stage"] >= 0, "")
-    return columns([tuple(text.columns), *text.itertuples(index=False, name=None)])
+    rows = text.itertuples(index=False, name=None)
+    return table_lines([tuple(text.columns), *(tuple(map(printable, row)) for row in rows)])
 
 
 def dropped_lines(table: "pd.DataFrame") -> list[str]:
@@ -136,7 +170,7 @@ def dropped_lines(table: "pd.DataFrame") -> list[str]:
     for reason, rows in table[table["dropped"] != ""].groupby("dropped", sort=False):
         layers = sorted({int(n) for n in rows["layer"].dropna()})
         blocks = f" of block{'s' * (len(layers) > 1)} {layer_ranges(layers)}" if layers else ""
-        what = rows["gguf"].iloc[0] if len(rows) == 1 else f"{len(rows)} tensors{blocks}"
+        what = rows["name"].iloc[0] if len(rows) == 1 else f"{len(rows)} tensors{blocks}"
         size = human_bytes(int(rows["nbytes"].sum()))
         lines.append(f"dropped: {what} ({size}): {reason}")
     return lines
@@ -144,15 +178,14 @@ def dropped_lines(table: "pd.DataFrame") -> list[str]:
 
 def summary(names: NameMap) -> list[str]:
     """The sums: tensors, parameters, what is left out, and bytes a rank."""
-    table = names.table
-    loaded = table[table["vllm"] != ""]
-    dropped = int((table["dropped"] != "").sum())
+    count = names.counts()
     place = "a GPU" if names.gpu else "the CPU, where everything is dequantized"
     sizes = ", ".join(human_bytes(size) for size in names.stage_bytes())
     stages = f" of the {names.pp} pipeline stages" if names.pp > 1 else ""
     return [
-        f"{len(table)} tensors: {len(loaded)} fill {loaded['vllm'].nunique()} parameters, "
-        f"{dropped} dropped for a named reason, {len(names.problems)} problems",
+        f"{counted(count['tensors'], 'tensor')}: {count['loaded']:,} fill "
+        f"{counted(count['parameters'], 'parameter')}, {count['dropped']:,} dropped for a named "
+        f"reason, {counted(count['problems'], 'problem')}",
         f"a rank{stages} at tensor parallel {names.tp} holds {sizes} on {place}",
     ]
 
@@ -173,19 +206,13 @@ def fold_sentences(problems: Iterable[str]) -> list[str]:
     ]
 
 
-def columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows as lines of aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
-    return [line.rstrip() for line in lines]
-
-
 def map_text(
     source: str | Path | GgufModel,
     tp: int = 1,
     pp: int = 1,
     tensors: bool = False,
     gpu: bool | None = None,
+    width: int | None = None,
 ) -> tuple[str, bool]:
     """The name table of a file, and whether everything fits.
 
@@ -195,12 +222,13 @@ def map_text(
         pp: pipeline stages.
         tensors: one line a tensor.
         gpu: as on a GPU or on the CPU; None for what this machine has.
+        width: columns; the terminal's when None.
 
     Raises:
         InputError: the file cannot be read or is not GLM-5, or tp or pp cannot be.
     """
     names = name_map(opened(source), tp=tp, pp=pp, gpu=gpu)
-    return names_text(names, tensors), not names.problems
+    return names_text(names, tensors, width), not names.problems
 
 
 def map_json(
@@ -217,13 +245,15 @@ def map_json(
     table["stage"] = table["stage"].where(table["stage"] >= 0, None)
     content = {
         "file": str(names.model.path),
-        "shards": [shard.name for shard in names.model.shards],
+        "shards": shards_json(names.model),
         "tp": tp,
         "pp": pp,
         "device": "gpu" if names.gpu else "cpu",
         "tensors": table.to_dict("records"),
+        "counts": names.counts(),
         "stage_bytes": names.stage_bytes(),
-        "warnings": notes(names.model),
+        "environment": environment(names.partition),
+        "warnings": names.notes,
         "missing": names.missing,
         "problems": names.problems,
     }

@@ -1,21 +1,16 @@
-"""Tables for the terminal and for notebooks."""
+"""What `glm5lab inspect` prints: a summary, and a table of tensor roles."""
 
-import io
 import math
-import shutil
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from glm5lab.architecture import MAX_BLOCKS
-from glm5lab.errors import printable
+from glm5lab.errors import counted, printable
 from glm5lab.gguf.layer_ranges import layer_ranges
 from glm5lab.gguf.reader import GgufModel, Tensor
 from glm5lab.views.inspection import notes, opened
-
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
+from glm5lab.views.text import table_lines, terminal_width, wrapped
 
 LONGEST_CELL = 2000  # characters; values in a damaged file may have any length
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -57,46 +52,34 @@ def inspect_text(source: str | Path | GgufModel, width: int | None = None) -> st
     Raises:
         InputError: the file cannot be used.
     """
-    from rich.console import Console
-
-    model = opened(source)
-    columns = width or shutil.get_terminal_size((100, 40)).columns
-    console = Console(file=io.StringIO(), width=columns, color_system=None, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(_text(str(model.path)), soft_wrap=True)
-        console.print(summary_table(model))
-        console.print()
-        console.print(role_table(model))
-        for note in notes(model):
-            console.print(_text(f"note: {note}"))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    model, width = opened(source), width or terminal_width()
+    lines = [_cell(str(model.path)), *summary_lines(model, width), "", *role_lines(model, width)]
+    for note in notes(model):
+        lines += wrapped(_cell(f"note: {note}"), width)
+    return "\n".join(lines)
 
 
-def _text(value: str) -> "Text":
-    """A string from the file for rich: nothing in it is markup or moves the cursor."""
-    from rich.text import Text
-
-    cut = value if len(value) <= LONGEST_CELL else f"{value[:LONGEST_CELL]} ..."
-    return Text(printable(cut))
+def _cell(value: str) -> str:
+    """A string from the file: as one line of bounded length that no terminal obeys."""
+    return printable(value if len(value) <= LONGEST_CELL else f"{value[:LONGEST_CELL]} ...")
 
 
-def summary_table(model: GgufModel) -> "Table":
+def summary_lines(model: GgufModel, width: int) -> list[str]:
     """Name, sizes and dimensions from the metadata."""
-    from rich.table import Table
-
     data = model.metadata
-    table = Table(show_header=False, box=None, pad_edge=False)
     parameters = sum(math.prod(t.shape) for t in model.tensors.values())
-    shards = f"{len(model.shards)} file" + "s" * (len(model.shards) > 1)
+    shards = counted(len(model.shards), "file")
     filled = {t.shard for t in model.tensors.values()}
     empty = [i + 1 for i in range(len(model.shards)) if i not in filled]
     if empty:
         shards += f", without tensors: number {layer_ranges(empty)}"
     rows = {"model": f"{data.get('general.name', 'unnamed')} ({model.architecture})"}
     rows["size"] = (
-        f"{human_bytes(model.nbytes)} in {len(model.tensors)} tensors and {shards}, "
+        f"{human_bytes(model.nbytes)} in {counted(len(model.tensors), 'tensor')} and {shards}, "
         f"{_count(parameters)} parameters"
     )
+    if model.byte_order == "big":
+        rows["byte order"] = "big-endian, as on s390x"
     for label, keys in SUMMARY:
         values = [data.get(f"{model.architecture}.{k}") for k in keys]
         if any(v is not None for v in values):
@@ -110,9 +93,10 @@ def summary_table(model: GgufModel) -> "Table":
         kind = f"{data.get('tokenizer.ggml.model')}, {data.get('tokenizer.ggml.pre')}"
         chat = "with" if "tokenizer.chat_template" in data else "without"
         rows["tokenizer"] = f"{kind}: {len(tokens)} tokens, {chat} chat template"
-    for label, value in rows.items():
-        table.add_row(label, _text(value))
-    return table
+    # Without headings: the first row stands in their place.
+    return table_lines(
+        [("", ""), *((label, _cell(value)) for label, value in rows.items())], width
+    )[1:]
 
 
 def _value(value: Any) -> str:
@@ -122,34 +106,27 @@ def _value(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def role_table(model: GgufModel) -> "Table":
-    """One row a tensor role: layers, shape, types with their layers, count, bytes."""
-    from rich.table import Table
-
+def role_lines(model: GgufModel, width: int) -> list[str]:
+    """One row a tensor role: layers, shape, types with their layers, count, bytes; then sums."""
     roles: dict[str, list[Tensor]] = {}
+    by_type: Counter[str] = Counter()
     for t in model.tensors.values():
         roles.setdefault(t.role, []).append(t)
-    by_type: Counter[str] = Counter()
-    table = Table(box=None, pad_edge=False, header_style="bold", show_footer=True)
-    total = human_bytes(model.nbytes)
-    table.add_column("tensor", no_wrap=True)
-    table.add_column("layers", overflow="fold")
-    table.add_column("shape", no_wrap=True)
-    table.add_column("type", overflow="fold")
-    table.add_column("count", str(len(model.tensors)), justify="right")
-    table.add_column("bytes", total, justify="right", no_wrap=True)
+        by_type[t.type] += t.nbytes
+    rows: list[tuple[str, ...]] = [("tensor", "layers", "shape", "type", "count", "bytes")]
     for role, tensors in roles.items():
-        layers = [t.layer for t in tensors if t.layer is not None]
-        shapes = dict.fromkeys("x".join(map(str, t.shape)) for t in tensors)
-        size = sum(t.nbytes for t in tensors)
-        row = [role, layer_ranges(layers), " ".join(shapes), _types(tensors), str(len(tensors))]
-        table.add_row(*map(_text, row), human_bytes(size))
-        for t in tensors:
-            by_type[t.type] += t.nbytes
-    shares = (f"{name} {human_bytes(n)}" for name, n in by_type.most_common())
-    table.caption = _text("bytes by type: " + ", ".join(shares))
-    table.caption_justify = "left"
-    return table
+        layers = layer_ranges(t.layer for t in tensors if t.layer is not None)
+        shapes = " ".join(dict.fromkeys("x".join(map(str, t.shape)) for t in tensors))
+        size = human_bytes(sum(t.nbytes for t in tensors))
+        cells = (role, layers, shapes, _types(tensors), str(len(tensors)), size)
+        rows.append(tuple(map(_cell, cells)))
+    rows.append(("total", "", "", "", str(len(model.tensors)), human_bytes(model.nbytes)))
+    numbers = ("count", "bytes")
+    shares = ", ".join(f"{name} {human_bytes(n)}" for name, n in by_type.most_common())
+    return [
+        *table_lines(rows, width, whole=numbers, right=numbers),
+        *wrapped(_cell(f"bytes by type: {shares}"), width),
+    ]
 
 
 def _types(tensors: list[Tensor]) -> str:
