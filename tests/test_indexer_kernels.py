@@ -82,7 +82,8 @@ def assert_close(logits, expected):
 
 def compare_triton_with_reference(device, dtypes):
     """Raises where a kernel and the float64 reference differ."""
-    from glm5lab.attention import indexer
+    from glm5lab.attention.indexer import mqa_logits
+    from glm5lab.attention.indexer_paged import paged_mqa_logits
 
     for dtype, case in product(dtypes, CASES):
         given = make_case(dtype, *case)
@@ -90,16 +91,14 @@ def compare_triton_with_reference(device, dtypes):
         scale = None if given[5] is None else given[5].to(device)
         for low, high in ((None, None), (start, None), (None, end), (start, end)):
             expected = reference.mqa_logits(q.double(), k.double(), weights, low, high, scale)
-            assert_close(indexer.mqa_logits(q, k, weights, low, high, scale), expected)
+            assert_close(mqa_logits(q, k, weights, low, high, scale), expected)
     for dtype, paged in product(dtypes, PAGED_CASES):
         q, cache, weights, lengths, table = (x.to(device) for x in make_paged_case(dtype, *paged))
         plain = cache if dtype == FP8 else cache.double()
         own = lengths[:, None].expand(-1, q.shape[1]).clamp_min(3) - 2
         for lens, longest in ((lengths, paged[-1]), (own, paged[-1]), (lengths, 61)):
             expected = reference.paged_mqa_logits(q.double(), plain, weights, lens, table, longest)
-            assert_close(
-                indexer.paged_mqa_logits(q, cache, weights, lens, table, longest), expected
-            )
+            assert_close(paged_mqa_logits(q, cache, weights, lens, table, longest), expected)
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ MODULES = (
     "glm5lab.attention.sparse_mla_fp8",
     "glm5lab.attention.shared_rows",
     "glm5lab.attention.indexer",
+    "glm5lab.attention.indexer_paged",
     "glm5lab.attention.kv_cache",
 )
 

@@ -1,13 +1,12 @@
-"""Lightning-indexer logits as Triton kernels: contiguous keys (prefill) and paged keys (decode).
+"""Lightning-indexer logits against contiguous keys (prefill) as a Triton kernel.
 
-Same signatures as `reference.mqa_logits` and `reference.paged_mqa_logits`. One matrix product
-holds a block of keys (rows) against all heads of a few queries (columns), so that the sum over
-heads stays within the threads that own a key's row. Keys and queries are fp8 (e4m3), or bf16,
+Same signature as `reference.mqa_logits`; `indexer_paged` does it for a paged cache. One matrix
+product holds a block of keys (rows) against all heads of a few queries (columns), so that the sum
+over heads stays within the threads that own a key's row. Keys and queries are fp8 (e4m3), or bf16,
 fp16 or fp32. A device without fp8 matrix units decodes e4m3 bytes to fp16, which is exact.
 """
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -15,22 +14,17 @@ import triton
 import triton.language as tl
 
 from glm5lab.attention import triton_interpreted
-from glm5lab.attention.arguments import (
-    check_mqa_logits_arguments,
-    check_paged_mqa_logits_arguments,
-)
+from glm5lab.attention.arguments import check_mqa_logits_arguments
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.reference import context_ends, page_parts
 from glm5lab.attention.tiles import INTERPRETER, Device, device_of
 
 # e4m3 bits moved into a float16 give the value times 2**-8, for each of the two operands.
 DECODED_SCALE = tl.constexpr(65536.0)
 RUNTIME = ["tokens", "keys", "chunk", "stride_out"]
-RUNTIME_PAGED = ["queries", "width", "visible", "chunk", "stride_table", "stride_out"]
 
 
 @triton.jit
-def _operand(b_x, DECODE: tl.constexpr, DOT_FP32: tl.constexpr):
+def operand(b_x, DECODE: tl.constexpr, DOT_FP32: tl.constexpr):
     """A loaded tile in the dtype that is multiplied; see DECODED_SCALE for DECODE."""
     if DECODE:
         b_bits = b_x.to(tl.uint16)
@@ -42,7 +36,7 @@ def _operand(b_x, DECODE: tl.constexpr, DOT_FP32: tl.constexpr):
 
 
 @triton.jit
-def _tile_logits(
+def tile_logits(
     b_k,
     b_q,
     b_w,
@@ -53,7 +47,7 @@ def _tile_logits(
     DOT_FP32: tl.constexpr,
 ):
     """[BLOCK_S, BLOCK_T]: sum over heads of weight * ReLU(key . query)."""
-    b_k = _operand(b_k, DECODE, DOT_FP32)
+    b_k = operand(b_k, DECODE, DOT_FP32)
     # [BLOCK_S, BLOCK_T * BLOCK_H]
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
     b_s = tl.reshape(b_s, (BLOCK_S, BLOCK_T, BLOCK_H))
@@ -64,7 +58,7 @@ def _tile_logits(
 
 
 @triton.jit
-def _fill(p_out, m_t, first, last, BLOCK_S: tl.constexpr):
+def fill(p_out, m_t, first, last, BLOCK_S: tl.constexpr):
     """Write -inf to columns first..last of the rows p_out [1, BLOCK_T]."""
     for i_s in range(first, last, BLOCK_S):
         o_s = i_s + tl.arange(0, BLOCK_S)
@@ -119,7 +113,7 @@ def _mqa_logits_kernel(
     p_q = q_ptr + o_nt.to(tl.int64)[:, None] * stride_qt + o_nh[:, None] * stride_qh
     m_n = (o_nt < tokens) & (o_nh < HEADS)
     b_q = tl.load(p_q + o_d[None, :], mask=m_n[:, None] & m_d[None, :], other=0.0)
-    b_q = _operand(b_q, DECODE, DOT_FP32)
+    b_q = operand(b_q, DECODE, DOT_FP32)
     # [BLOCK_T, BLOCK_H]
     p_w = weights_ptr + o_t.to(tl.int64)[:, None] * stride_w + o_h[None, :]
     b_w = tl.load(p_w, mask=m_t[:, None] & (o_h < HEADS)[None, :], other=0.0)
@@ -137,14 +131,14 @@ def _mqa_logits_kernel(
 
     p_out = out_ptr + o_t.to(tl.int64)[None, :] * stride_out
     if CLEAN:
-        _fill(p_out, m_t, first, low, BLOCK_S)
+        fill(p_out, m_t, first, low, BLOCK_S)
     for i_s in tl.range(low, high, BLOCK_S, num_stages=STAGES):
         o_s = i_s + tl.arange(0, BLOCK_S)
         m_s = o_s < last
         # [BLOCK_S, BLOCK_D]
         p_k = k_ptr + o_s.to(tl.int64)[:, None] * stride_k + o_d[None, :]
         b_k = tl.load(p_k, mask=m_s[:, None] & m_d[None, :], other=0.0)
-        b_s = _tile_logits(b_k, b_q, b_w, BLOCK_S, BLOCK_T, BLOCK_H, DECODE, DOT_FP32)
+        b_s = tile_logits(b_k, b_q, b_w, BLOCK_S, BLOCK_T, BLOCK_H, DECODE, DOT_FP32)
         if HAS_SCALE:
             b_s = b_s * tl.load(scale_ptr + o_s, mask=m_s, other=0.0)[:, None]
         if HAS_START:
@@ -154,97 +148,7 @@ def _mqa_logits_kernel(
         tl.store(p_out + o_s[:, None], b_s, mask=m_s[:, None] & m_t[None, :])
     if CLEAN:
         done = low + (high - low + BLOCK_S - 1) // BLOCK_S * BLOCK_S
-        _fill(p_out, m_t, done, last, BLOCK_S)
-
-
-@triton.jit(do_not_specialize=RUNTIME_PAGED)
-def _paged_mqa_logits_kernel(
-    q_ptr,
-    key_ptr,
-    scale_ptr,
-    weights_ptr,
-    end_ptr,
-    table_ptr,
-    out_ptr,
-    queries,
-    width,
-    visible,
-    chunk,
-    stride_qt,
-    stride_qh,
-    stride_page,
-    stride_row,
-    stride_scale_page,
-    stride_w,
-    stride_table,
-    stride_out,
-    PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    CLEAN: tl.constexpr,
-    DECODE: tl.constexpr,
-    DOT_FP32: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    first = tl.program_id(0) * chunk
-    last = tl.minimum(first + chunk, width)
-    i_b = tl.program_id(1)
-    i_n = tl.program_id(2) * BLOCK_T
-    o_d = tl.arange(0, BLOCK_D)
-    o_n = tl.arange(0, BLOCK_T * BLOCK_H)
-    o_nt = i_n + o_n // BLOCK_H
-    o_nh = o_n % BLOCK_H
-    o_t = i_n + tl.arange(0, BLOCK_T)
-    o_h = tl.arange(0, BLOCK_H)
-    m_t = o_t < queries
-    m_d = o_d < DIM
-    # Rows of q, weights, ends and out: request after request.
-    i_row = i_b.to(tl.int64) * queries
-
-    b_end = tl.load(end_ptr + i_row + o_t, mask=m_t, other=0)
-    high = tl.minimum(tl.maximum(tl.max(b_end, 0), first), tl.minimum(last, visible))
-    p_out = out_ptr + (i_row + o_t)[None, :] * stride_out
-    if high > first:
-        # [BLOCK_T * BLOCK_H, BLOCK_D]
-        p_q = q_ptr + (i_row + o_nt)[:, None] * stride_qt + o_nh[:, None] * stride_qh
-        m_n = (o_nt < queries) & (o_nh < HEADS)
-        b_q = tl.load(p_q + o_d[None, :], mask=m_n[:, None] & m_d[None, :], other=0.0)
-        b_q = _operand(b_q, DECODE, DOT_FP32)
-        # [BLOCK_T, BLOCK_H]
-        p_w = weights_ptr + (i_row + o_t)[:, None] * stride_w + o_h[None, :]
-        b_w = tl.load(p_w, mask=m_t[:, None] & (o_h < HEADS)[None, :], other=0.0)
-
-        p_table = table_ptr + i_b.to(tl.int64) * stride_table
-        o_s = first + tl.arange(0, BLOCK_S)
-        b_page = tl.load(p_table + o_s // PAGE, mask=o_s < high, other=0)
-        for i_s in tl.range(first, high, BLOCK_S, num_stages=STAGES):
-            o_s = i_s + tl.arange(0, BLOCK_S)
-            m_s = o_s < high
-            # A cache may exceed 2**31 bytes: pages become int64 before they are multiplied.
-            b_p = b_page.to(tl.int64)
-            o_r = o_s % PAGE
-            # [BLOCK_S, BLOCK_D]
-            p_k = key_ptr + (b_p * stride_page + o_r * stride_row)[:, None] + o_d[None, :]
-            b_k = tl.load(p_k, mask=m_s[:, None] & m_d[None, :], other=0.0)
-            if HAS_SCALE:
-                b_scale = tl.load(scale_ptr + b_p * stride_scale_page + o_r, mask=m_s, other=0.0)
-            # The next block's pages are fetched a step ahead of the keys that need them.
-            o_next = o_s + BLOCK_S
-            b_page = tl.load(p_table + o_next // PAGE, mask=o_next < high, other=0)
-            b_s = _tile_logits(b_k, b_q, b_w, BLOCK_S, BLOCK_T, BLOCK_H, DECODE, DOT_FP32)
-            if HAS_SCALE:
-                b_s = b_s * b_scale[:, None]
-            m_seen = m_s[:, None] & (o_s[:, None] < b_end[None, :])
-            b_s = tl.where(m_seen, b_s, float("-inf"))
-            tl.store(p_out + o_s[:, None], b_s, mask=(o_s < last)[:, None] & m_t[None, :])
-    if CLEAN:
-        done = first + (high - first + BLOCK_S - 1) // BLOCK_S * BLOCK_S
-        _fill(p_out, m_t, done, last, BLOCK_S)
+        fill(p_out, m_t, done, last, BLOCK_S)
 
 
 @dataclass(frozen=True)
@@ -257,25 +161,37 @@ class Tile:
     stages: int
 
 
-# Measured on an H200 (torch 2.11, Triton 3.6): 1024 x 131072 fp8 in 1274 us = 863 TFLOP/s, the best
-# of twelve cuts; 8 requests at 128K in 46 us, the best of nine.
-PREFILL = Tile(keys=64, columns=256, warps=4, stages=3)
-DECODE = Tile(keys=128, columns=128, warps=4, stages=3)
+# fp8 on Hopper; measured on an H200 (torch 2.11, Triton 3.6): 1024 x 131072 in 1274 us = 863
+# TFLOP/s, the best of twelve.
+WIDE = Tile(keys=64, columns=256, warps=4, stages=3)
+# By bytes a value; each takes at most 67 KB of shared memory, and spills nowhere from sm_80
+# to sm_120.
+NARROW = {
+    1: Tile(keys=64, columns=128, warps=4, stages=3),
+    2: Tile(keys=64, columns=128, warps=4, stages=2),
+    4: Tile(keys=32, columns=32, warps=4, stages=1),
+}
 # Blocks of keys that one program walks: enough to hide the load of its queries.
 PREFILL_BLOCKS = 32
-PROGRAMS_A_PROCESSOR = 4
 
 
-def _device(x: torch.Tensor) -> Device:
+def kernel_device(x: torch.Tensor) -> Device:
     """The device that runs a tensor's kernels."""
     return device_of(x.device.index) if x.device.type == "cuda" else INTERPRETER
 
 
-def _operands(q: torch.Tensor, *keys: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, bool]]:
+def prefill_tile(device: Device, itemsize: int) -> Tile:
+    """The cut for a device and the bytes of a value."""
+    return WIDE if itemsize == 1 and device.capability == 90 else NARROW[itemsize]
+
+
+def kernel_operands(
+    q: torch.Tensor, *keys: torch.Tensor
+) -> tuple[list[torch.Tensor], dict[str, bool]]:
     """Query and key tensors as the kernels load them, and how they are multiplied."""
     tensors = [q, *keys]
     # Matrix units for e4m3 come with the conversions, with Ada; the interpreter decodes too.
-    decode = q.dtype == torch.float8_e4m3fn and not _device(q).converts_fp8
+    decode = q.dtype == torch.float8_e4m3fn and not kernel_device(q).converts_fp8
     if decode:
         tensors = [x.view(torch.uint8) for x in tensors]
     # Triton's interpreter multiplies bfloat16 wrongly, and its dot accumulates in fp32 anyway.
@@ -285,7 +201,7 @@ def _operands(q: torch.Tensor, *keys: torch.Tensor) -> tuple[list[torch.Tensor],
     }
 
 
-def _column_blocks(tile: Tile, queries: int, heads: int, dim: int) -> dict[str, int]:
+def column_blocks(tile: Tile, queries: int, heads: int, dim: int) -> dict[str, int]:
     """Block sizes for a number of query tokens, heads and head width."""
     block_h = triton.next_power_of_2(heads)
     # tl.dot takes at least 16 columns, and 32 fp8 values along the product.
@@ -301,7 +217,7 @@ def _column_blocks(tile: Tile, queries: int, heads: int, dim: int) -> dict[str, 
     }
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def with_rows(x: torch.Tensor) -> torch.Tensor:
     """The tensor with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -314,7 +230,7 @@ def mqa_logits(
     end: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     clean: bool = True,
-    tile: Tile = PREFILL,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Lightning-indexer scores against contiguous keys.
 
@@ -330,18 +246,19 @@ def mqa_logits(
         k_scale: as above.
         clean: write -inf outside start..end; False leaves those columns undefined, which saves
             their bytes where the reader (`top_k`) has the same bounds.
-        tile: how the work is cut.
+        tile: how the work is cut (default: `prefill_tile`).
     """
     check_mqa_logits_arguments(q, k, weights, start, end, k_scale)
-    _check_dtypes(q, "k", k)
+    check_dtypes(q, "k", k)
+    tile = tile or prefill_tile(kernel_device(q), q.itemsize)
     tokens, heads, dim = q.shape
     keys = k.shape[0]
     out = torch.empty(tokens, keys, dtype=torch.float32, device=q.device)
     if tokens == 0 or keys == 0:
         return out
-    (q, k), flags = _operands(_rows(q), _rows(k))
-    weights = _rows(weights.float())
-    blocks = _column_blocks(tile, tokens, heads, dim)
+    (q, k), flags = kernel_operands(with_rows(q), with_rows(k))
+    weights = with_rows(weights.float())
+    blocks = column_blocks(tile, tokens, heads, dim)
     chunk = tile.keys * PREFILL_BLOCKS
     grid = (triton.cdiv(tokens, blocks["BLOCK_T"]), triton.cdiv(keys, chunk))
     _mqa_logits_kernel[grid](
@@ -371,74 +288,7 @@ def mqa_logits(
     return out
 
 
-def paged_mqa_logits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_len: int,
-    clean: bool = True,
-    tile: Tile = DECODE,
-) -> torch.Tensor:
-    """Lightning-indexer scores of the newest queries of several requests against paged keys.
-
-    Arguments, result and errors are those of `reference.paged_mqa_logits`; `clean` and `tile` as
-    in `mqa_logits`.
-    """
-    check_paged_mqa_logits_arguments(q, cache, weights, context_lens, block_table, max_len)
-    requests, queries, heads, dim = q.shape
-    out = torch.empty(requests * queries, max_len, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out
-    keys, scales = page_parts(cache, dim)
-    _check_dtypes(q, "cache", keys)
-    page = cache.shape[1]
-    (q, keys), flags = _operands(q.flatten(0, 1).contiguous(), keys)
-    weights = _rows(weights.float().reshape(-1, heads))
-    ends = context_ends(context_lens, queries).to(torch.int32).contiguous()
-    table = _rows(block_table)
-    blocks = _column_blocks(tile, queries, heads, dim)
-    chunk = _decode_chunk(requests, max_len, tile, _device(q))
-    grid = (triton.cdiv(max_len, chunk), requests, triton.cdiv(queries, blocks["BLOCK_T"]))
-    _paged_mqa_logits_kernel[grid](
-        q,
-        keys,
-        keys if scales is None else scales,
-        weights,
-        ends,
-        table,
-        out,
-        queries,
-        max_len,
-        table.shape[1] * page,
-        chunk,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        0 if scales is None else scales.stride(0),
-        weights.stride(0),
-        table.stride(0),
-        out.stride(0),
-        PAGE=page,
-        HAS_SCALE=scales is not None,
-        CLEAN=clean,
-        num_warps=tile.warps,
-        **blocks,
-        **flags,
-    )
-    return out
-
-
-def _decode_chunk(requests: int, max_len: int, tile: Tile, device: Device) -> int:
-    """Keys a program walks so that one wave of programs covers the longest possible contexts."""
-    programs = device.multiprocessors * PROGRAMS_A_PROCESSOR
-    share = triton.cdiv(requests * max_len, programs)
-    return max(1, triton.cdiv(share, tile.keys)) * tile.keys
-
-
-def _check_dtypes(q: torch.Tensor, name: str, keys: torch.Tensor) -> None:
+def check_dtypes(q: torch.Tensor, name: str, keys: torch.Tensor) -> None:
     """Raise ValueError unless queries and keys have one dtype that the kernels multiply."""
     known = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
     if q.dtype not in known:
@@ -447,32 +297,39 @@ def _check_dtypes(q: torch.Tensor, name: str, keys: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected {q.dtype} (the dtype of q), got {keys.dtype}")
 
 
-def compilations(device: Device) -> list[Compilation]:
-    """What the two functions launch for GLM-5's 32 heads of 128, fp8 and bfloat16 keys.
+def compiled_forms(
+    device: Device, kernel: str, tiles: dict[int, Tile], flags: dict[str, Any]
+) -> list[Compilation]:
+    """What a function of the indexer launches for GLM-5's 32 heads of 128, fp8 and bfloat16 keys.
 
     With -inf outside the bounds: leaving it out (`clean`) takes stores away, nothing else.
+
+    Args:
+        device: for which device.
+        kernel: name of the kernel.
+        tiles: the cut by bytes a value.
+        flags: the constants that only this kernel has.
     """
     found = []
-    for fp8, (kernel, tile) in product(
-        (True, False), (("_mqa_logits_kernel", PREFILL), ("_paged_mqa_logits_kernel", DECODE))
-    ):
-        key = ("*fp8e4nv" if device.converts_fp8 else "*u8") if fp8 else "*bf16"
+    for itemsize in (1, 2):
+        decode = itemsize == 1 and not device.converts_fp8
+        key = "*bf16" if itemsize == 2 else "*u8" if decode else "*fp8e4nv"
         types = {"q_ptr": key, "k_ptr": key, "key_ptr": key, "scale_ptr": "*fp32"}
         types |= {"weights_ptr": "*fp32", "start_ptr": "*i32", "end_ptr": "*i32"}
         types |= {"table_ptr": "*i32", "out_ptr": "*fp32"}
-        flags: dict[str, Any] = {
-            "HAS_SCALE": fp8,
-            "CLEAN": True,
-            "DECODE": key == "*u8",
-            "DOT_FP32": False,
-        }
-        if kernel == "_mqa_logits_kernel":
-            flags |= {"HAS_START": True, "HAS_END": True}
-        else:
-            flags |= {"PAGE": 64}
-        cuts = [_column_blocks(tile, queries, 32, 128) for queries in (1, 2, 4, 8)]
+        constants = flags | {"HAS_SCALE": itemsize == 1, "CLEAN": True}
+        constants |= {"DECODE": decode, "DOT_FP32": False}
+        cuts = [column_blocks(tiles[itemsize], queries, 32, 128) for queries in (1, 2, 4, 8)]
         for blocks in {cut["BLOCK_T"]: cut for cut in cuts}.values():
-            form = "" if kernel == "_mqa_logits_kernel" else "paged "
-            name = f"{form}mqa_logits {'fp8' if fp8 else 'bf16'} {blocks['BLOCK_T']} queries"
-            found.append(Compilation(name, kernel, types, flags | blocks, tile.warps))
+            dtype = "bf16" if itemsize == 2 else "fp8"
+            name = f"{kernel[1:-7]} {dtype} {blocks['BLOCK_T']} queries"
+            warps = tiles[itemsize].warps
+            found.append(Compilation(name, kernel, types, constants | blocks, warps))
     return found
+
+
+def compilations(device: Device) -> list[Compilation]:
+    """What `mqa_logits` launches; see `compiled_forms`."""
+    tiles = {itemsize: prefill_tile(device, itemsize) for itemsize in (1, 2)}
+    flags = {"HAS_START": True, "HAS_END": True}
+    return compiled_forms(device, "_mqa_logits_kernel", tiles, flags)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from glm5lab.attention.indexer import mqa_logits, paged_mqa_logits
+from glm5lab.attention.indexer import mqa_logits
+from glm5lab.attention.indexer_paged import paged_mqa_logits
 from glm5lab.attention.shared_rows import sparse_mla_shared
 from glm5lab.attention.sparse_mla import sparse_mla
 from glm5lab.attention.topk import top_k
