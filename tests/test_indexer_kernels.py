@@ -4,14 +4,11 @@ On a GPU the kernels are compiled; everywhere they also run in Triton's CPU inte
 process of its own, since TRITON_INTERPRET is read when triton is imported.
 """
 
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import run_interpreted
 
 from glm5lab.attention import reference
 
@@ -108,20 +105,9 @@ def test_kernels_equal_the_reference_on_the_gpu(dtype):
 
 
 def test_kernels_equal_the_reference_in_the_interpreter():
-    code = (
-        "import test_indexer_kernels as t;"
-        "t.compare_triton_with_reference('cpu', t.DTYPES); print('equal')"
+    run_interpreted(
+        "import test_indexer_kernels as t;t.compare_triton_with_reference('cpu', t.DTYPES)"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    assert child.stdout.strip() == "equal"
 
 
 def test_logits_by_hand():

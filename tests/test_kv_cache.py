@@ -6,15 +6,12 @@ imported.
 """
 
 import math
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from interpreted import run_interpreted
 
 from glm5lab.attention import row_formats, store_implementation
 
@@ -224,17 +221,7 @@ def every_code(kernels: ModuleType, device: str):
 
 
 def test_triton_kernels_equal_the_plain_statements_in_the_interpreter():
-    code = "import test_kv_cache as t; t.compare_all('cpu'); print('equal')"
-    child = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    assert child.stdout.strip() == "equal"
+    run_interpreted("import test_kv_cache as t; t.compare_all('cpu')")
 
 
 @pytest.mark.gpu

@@ -1,12 +1,8 @@
 """Shared rows for neighbouring tokens: the same result as the reference, token by token."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import run_interpreted
 from test_sparse_mla import LSE_TOLERANCE, TOLERANCE, apart
 
 from glm5lab.attention import reference
@@ -69,20 +65,10 @@ def test_equals_the_reference_on_the_gpu(dtype):
 
 
 def test_equals_the_reference_in_the_interpreter():
-    code = (
+    run_interpreted(
         "import test_shared_rows as t, test_sparse_mla as s;"
-        "t.compare_with_reference('cpu', s.INTERPRETED); print('equal')"
+        "t.compare_with_reference('cpu', s.INTERPRETED)"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    assert child.stdout.strip() == "equal"
 
 
 def test_fp8_rows_are_refused():

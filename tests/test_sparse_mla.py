@@ -4,15 +4,12 @@ On a GPU the Triton kernels are compiled; everywhere they also run in Triton's C
 process of its own, since TRITON_INTERPRET is read when triton is imported.
 """
 
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from interpreted import run_interpreted
 
 from glm5lab.attention import implementation, implementation_name, reference
 
@@ -161,20 +158,9 @@ def test_triton_kernels_equal_the_reference_on_the_gpu(dtype):
 
 
 def test_triton_kernels_equal_the_reference_in_the_interpreter():
-    code = (
-        "import test_sparse_mla as t;"
-        "t.compare_triton_with_reference('cpu', t.INTERPRETED); print('equal')"
+    run_interpreted(
+        "import test_sparse_mla as t;t.compare_triton_with_reference('cpu', t.INTERPRETED)"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    assert child.stdout.strip() == "equal"
 
 
 @pytest.mark.gpu

@@ -4,14 +4,11 @@ On a GPU the kernel is compiled; everywhere it also runs in Triton's CPU interpr
 of its own, since TRITON_INTERPRET is read when triton is imported.
 """
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import run_interpreted
 
 from glm5lab.attention import reference
 
@@ -105,21 +102,11 @@ def test_kernel_equals_torch_topk_on_the_gpu():
 
 
 def test_kernel_equals_the_reference_in_the_interpreter():
-    code = (
+    run_interpreted(
         "import test_topk as t;"
         "shapes = [(2, 3000, 16)] * 10 + [(1, 9000, 60), (3, 40, 64), (1, 2100, 512), (2, 1, 1)];"
-        "t.compare_triton_with_reference('cpu', shapes); print('equal')"
+        "t.compare_triton_with_reference('cpu', shapes)"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    assert child.stdout.strip() == "equal"
 
 
 @pytest.mark.parametrize("kind", ["normal", "two levels", "one bin", "falling", "denormal"])
