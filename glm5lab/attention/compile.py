@@ -26,6 +26,7 @@ MODULES = (
     "glm5lab.attention.indexer",
     "glm5lab.attention.indexer_paged",
     "glm5lab.attention.kv_cache",
+    "glm5lab.attention.topk",
 )
 
 

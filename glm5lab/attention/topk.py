@@ -1,14 +1,16 @@
 """Exact top-k of long rows as a Triton kernel that reads every row once.
 
-Same signature as `reference.top_k`. A program walks a row from left to right and keeps a list of
-candidates: the columns whose value exceeds a floor, which at least k columns seen so far reach.
-When the list is full, a bisection over the candidates' bits finds a higher floor, and what lies
-below it leaves. This is exact for any input: a later column must be greater than the floor, not
-equal, to enter, since among equals the lower column comes first. The order of the list is free
-(ties are decided by columns, and the winners are sorted at the end), so every thread appends to
-a lane of its own, without a word to the others.
+Same signature as `reference.top_k`. A program walks a row and lists the columns whose value
+reaches an entry level; the k greatest of the list are the result. The level comes from a sample
+of the row, set so low that about one and a half times k columns enter. It decides about the time
+only, never about the result: when too few columns have entered, the row is read again without a
+level, and when the list is full, a bisection over its values finds a higher level that at least k
+columns seen so far reach. From then on a column must exceed that level, not just reach it, since
+among equals the lower column comes first.
 
-Few long rows are cut into parts first, whose winners form a shorter row for the next launch.
+The order of the list is free (ties are decided by columns, and the winners are sorted at the
+end), so every thread appends to a lane of its own, without a word to the others. Few long rows
+are cut into parts first, whose winners form a shorter row for the next launch.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ import triton
 import triton.language as tl
 
 from glm5lab.attention.arguments import check_top_k_arguments
-from glm5lab.attention.tiles import INTERPRETER, device_of
+from glm5lab.attention.compile import Compilation
+from glm5lab.attention.tiles import INTERPRETER, Device, device_of
 
 # Values become integers of the same order, `_order`; these are the ends of that scale.
 NOTHING = tl.constexpr(-(2**31))  # below every value
@@ -26,7 +29,9 @@ LOWEST = tl.constexpr(-2139095040)  # the lowest finite value: -inf is never cho
 INFINITY = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 NO_COLUMN = tl.constexpr(2**31 - 1)
+SLICE = tl.constexpr(8)  # list entries of a lane that are moved at once
 MAX_K = 8192
+MAX_WIDTH = 2**30
 
 # Without their divisibility Triton gives every load the same layout, one value a thread, and has
 # nothing to convert between loads, lanes and scattered stores.
@@ -42,14 +47,37 @@ def _order(b_bits):
 
 
 @triton.jit
-def _load(p_row, base, low, high, N: tl.constexpr, LANES: tl.constexpr, FLOATS: tl.constexpr):
-    """[N, LANES]: ordered keys of the columns from base on, NOTHING outside low..high."""
+def _value(key):
+    """The float32 of an ordered key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load(p_row, base, high, N: tl.constexpr, LANES: tl.constexpr):
+    """[N, LANES]: the values of the columns from base on, NaN from high on."""
     o = base + tl.arange(0, N)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    other: tl.constexpr = NAN_BITS if FLOATS else NOTHING
-    b = tl.load(p_row + o, mask=(o >= low) & (o < high), other=other)
-    if FLOATS:
-        b = _order(b)
+    if base + N * LANES <= high:  # a mask would cost as much as the comparison of values
+        b = tl.load(p_row + o)
+    else:
+        b = tl.load(p_row + o, mask=o < high, other=float("nan"))
     return b
+
+
+@triton.jit
+def _count(m):
+    """How many of [N, LANES] are true."""
+    return tl.sum(tl.sum(m.to(tl.int32), 0), 0)
+
+
+@triton.jit
+def _list_part(p_list, b_fill, first, N: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
+    """Entries first..first + N of every lane [N, LANES]: keys, columns, and which exist."""
+    o = first + tl.arange(0, N)[:, None]
+    m = o < b_fill[None, :]
+    o = o * LANES + tl.arange(0, LANES)[None, :]
+    b_key = _order(tl.load(p_list + o, mask=m, other=NAN_BITS))
+    b_col = tl.load(p_list + DEPTH * LANES + o, mask=m, other=NO_COLUMN)
+    return b_key, b_col, m
 
 
 @triton.jit
@@ -64,30 +92,22 @@ def _scatter(p_list, b_place, b_x, m, N: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _count(m):
-    """How many of [N, LANES] are true."""
-    return tl.sum(tl.sum(m.to(tl.int32), 0), 0)
-
-
-@triton.jit
-def _columns(p_col, base, m, N: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr):
-    """[N, LANES] columns: read from p_col where m, or, with PLACES, counted from base."""
-    o = tl.arange(0, N)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    return base + o if PLACES else tl.load(p_col + o, mask=m, other=NO_COLUMN)
-
-
-@triton.jit
-def _raise_floor(b_key, least, reached, k, most):
-    """The highest of the values tried that at least k keys reach, and how many do.
+def _raise(b_key, least, reached, k, most):
+    """The highest of the levels tried that at least k keys reach, and how many do.
 
     Stops at the first that at most `most` keys reach; `reached` > most keys reach `least`.
     """
-    low = least
     high = tl.max(tl.max(b_key, 0), 0)
+    low = tl.min(tl.min(tl.where(b_key >= least, b_key, high), 0), 0)
+    turn = 0
     while (low < high) & (reached > most):
-        # The distance may need all 32 bits.
+        # Values are often spread evenly, but only halving the bits ends after 32 steps.
         distance = (high - low).to(tl.uint32, bitcast=True)
         middle = low + (distance // 2 + distance % 2).to(tl.int32, bitcast=True)
+        mean = 0.5 * _value(low) + 0.5 * _value(high)
+        mean = tl.minimum(tl.maximum(_order(mean.to(tl.int32, bitcast=True)), low + 1), high)
+        middle = tl.where(turn == 0, mean, middle)
+        turn = 1 - turn
         count = _count(b_key >= middle)
         low = tl.where(count >= k, middle, low)
         reached = tl.where(count >= k, count, reached)
@@ -96,14 +116,21 @@ def _raise_floor(b_key, least, reached, k, most):
 
 
 @triton.jit
-def _last_column(m_even, b_col, spare):
-    """The column up to which exactly `spare` of the columns in m_even lie."""
-    b_col = tl.where(m_even, b_col, NO_COLUMN)
-    low = tl.min(tl.min(b_col, 0), 0)
-    high = tl.max(tl.max(tl.where(m_even, b_col, 0), 0), 0)
+def _last_column(p_list, b_fill, level, k, LANES: tl.constexpr, DEPTH: tl.constexpr):
+    """The column up to which so many entries equal the level that, with the greater, they are k.
+
+    Ties are rare: the list is read anew at every step, instead of held in registers always.
+    """
+    low = 0
+    high = NO_COLUMN - 1
     while low < high:
         middle = low + (high - low) // 2
-        enough = _count(b_col <= middle) >= spare
+        b_lane = tl.zeros([LANES], tl.int32)
+        for i in range(0, DEPTH, SLICE):
+            b_key, b_col, _ = _list_part(p_list, b_fill, i, SLICE, LANES, DEPTH)
+            m = (b_key > level) | ((b_key == level) & (b_col <= middle))
+            b_lane += tl.sum(m.to(tl.int32), 0)
+        enough = tl.sum(b_lane, 0) >= k
         high = tl.where(enough, middle, high)
         low = tl.where(enough, low, middle + 1)
     return low
@@ -111,46 +138,64 @@ def _last_column(m_even, b_col, spare):
 
 @triton.jit
 def _keep(
-    b_key,
-    p_from,
-    base,
-    floor,
+    p_list,
+    b_fill,
+    level,
     k,
     most,
-    p_key,
+    p_value,
     p_col,
-    N: tl.constexpr,
     LANES: tl.constexpr,
-    PLACES: tl.constexpr,
-    KEYS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
-    """Write the k to `most` greatest of the candidates b_key [N, LANES] to p_key and p_col.
+    """Copy the k to `most` greatest entries of the list, all where they are no more than that.
 
-    All candidates are greater than the lowest value or reach floor. Returns how many were kept,
-    and the new floor.
+    Every entry reaches `level`. Returns how many were copied, and the new level.
     """
-    limit = tl.maximum(floor, LOWEST)
-    reached = _count(b_key >= limit)
+    tl.debug_barrier()  # lanes are written by their own threads, and read by all
+    b_key, _, _ = _list_part(p_list, b_fill, 0, DEPTH, LANES, DEPTH)
+    reached = tl.sum(b_fill, 0)
     last = NO_COLUMN
     if reached > most:
-        limit, reached = _raise_floor(b_key, limit, reached, k, most)
-        floor = limit
-        if reached > most:  # ties at the limit, more than fit
-            m_even = b_key == limit
-            b_col = _columns(p_from, base, m_even, N, LANES, PLACES)
-            last = _last_column(m_even, b_col, k - _count(b_key > limit))
-    m_keep = b_key >= limit
-    b_col = _columns(p_from, base, m_keep, N, LANES, PLACES)
-    m_keep = (b_key > limit) | (m_keep & (b_col <= last))
-    b_kept = m_keep.to(tl.int32)
-    b_lane = tl.sum(b_kept, 0)
-    b_place = (tl.cumsum(b_lane, 0) - b_lane)[None, :] + tl.cumsum(b_kept, 0) - 1
-    tl.debug_barrier()  # p_from and p_col may be one: everything is read before it is written
-    _scatter(p_col, b_place, b_col, m_keep, N, LANES)
-    if KEYS:
-        _scatter(p_key, b_place, b_key, m_keep, N, LANES)
+        level, reached = _raise(b_key, level, reached, k, most)
+        if reached > most:  # ties at the level, more than fit
+            last = _last_column(p_list, b_fill, level, k, LANES, DEPTH)
+    b_lane = tl.zeros([LANES], tl.int32)
+    for i in range(0, DEPTH, SLICE):
+        b_part, b_at, m_part = _list_part(p_list, b_fill, i, SLICE, LANES, DEPTH)
+        m_part &= (b_part > level) | ((b_part == level) & (b_at <= last))
+        b_lane += tl.sum(m_part.to(tl.int32), 0)
+    b_run = tl.cumsum(b_lane, 0) - b_lane
+    for i in range(0, DEPTH, SLICE):
+        b_part, b_at, m_part = _list_part(p_list, b_fill, i, SLICE, LANES, DEPTH)
+        m_part &= (b_part > level) | ((b_part == level) & (b_at <= last))
+        b_kept = m_part.to(tl.int32)
+        b_place = b_run[None, :] + tl.cumsum(b_kept, 0) - 1
+        _scatter(p_col, b_place, b_at, m_part, SLICE, LANES)
+        if VALUES:
+            b_bits = b_part ^ ((b_part >> 31) & 0x7FFFFFFF)
+            _scatter(p_value, b_place, b_bits, m_part, SLICE, LANES)
+        b_run += tl.sum(b_kept, 0)
     tl.debug_barrier()
-    return tl.sum(b_lane, 0), floor
+    return tl.sum(b_lane, 0), level
+
+
+@triton.jit
+def _sampled_level(p_row, low, high, k, LANES: tl.constexpr, SAMPLE: tl.constexpr):
+    """A level that somewhat more than k of the columns low..high reach, if the sample is right."""
+    stride = (high - low) // SAMPLE
+    o = tl.arange(0, SAMPLE)[:, None] * stride + tl.arange(0, LANES)[None, :]
+    b_key = _order(tl.load(p_row + low + o).to(tl.int32, bitcast=True))
+    # Of the k greatest this many are in the sample, give or take their root; four of these more
+    # leave a chance of about one in 30,000 that the row must be read twice.
+    share = k.to(tl.float32) * (SAMPLE * LANES) / (high - low).to(tl.float32)
+    rank = (share + 4.0 * tl.sqrt(share)).to(tl.int32) + 8
+    level = tl.full((), LOWEST, tl.int32)
+    reached = _count(b_key >= LOWEST)
+    if reached > rank + rank // 8:
+        level, reached = _raise(b_key, level, reached, rank, rank + rank // 8)
+    return level
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -159,7 +204,7 @@ def _top_k_kernel(
     col_ptr,
     start_ptr,
     end_ptr,
-    out_key_ptr,
+    out_value_ptr,
     out_ptr,
     list_ptr,
     items,
@@ -169,7 +214,7 @@ def _top_k_kernel(
     k,
     stride_in,
     stride_list,
-    FLOATS: tl.constexpr,
+    PLACES: tl.constexpr,
     LAST: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
@@ -177,14 +222,13 @@ def _top_k_kernel(
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
     STEP: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ):
-    # This program's list: keys, then columns; entry s of lane l lies at s * LANES + l.
-    p_key = list_ptr + stride_list.to(tl.int64) * tl.program_id(0)
-    p_col = p_key + DEPTH * LANES
+    # This program's lists, one in use and one to copy to. Each holds values, then columns; entry
+    # s of lane l lies at s * LANES + l.
+    p_lists = list_ptr + stride_list.to(tl.int64) * tl.program_id(0)
     o_lane = tl.arange(0, LANES)
-    o_entry = tl.arange(0, DEPTH)
-    o_list = o_entry[:, None] * LANES + o_lane[None, :]
-    most = k + k // 8
+    o_block = tl.arange(0, STEP)[:, None] * LANES + o_lane[None, :]
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = item // parts
         low = (item % parts) * part_width
@@ -196,52 +240,72 @@ def _top_k_kernel(
         p_row = in_ptr + stride_in.to(tl.int64) * row
         p_row_col = col_ptr + stride_in.to(tl.int64) * row
 
-        floor = tl.full((), NOTHING, tl.int32)
-        b_key = _load(p_row, low, low, high, DEPTH, LANES, FLOATS)
-        base = low + DEPTH * LANES
-        count, floor = _keep(
-            b_key, p_row_col + low, low, floor, k, most, p_key, p_col, DEPTH, LANES, FLOATS, True
-        )
-        # [LANES] entries in each lane
-        b_fill = (count - o_lane + LANES - 1) // LANES
-        b_next = _load(p_row, base, low, high, STEP, LANES, FLOATS)
-        for i_col in range(base, high, STEP * LANES):
-            b_new = b_next
-            b_next = _load(p_row, i_col + STEP * LANES, low, high, STEP, LANES, FLOATS)
-            if tl.max(b_fill, 0) + STEP > DEPTH:
-                tl.debug_barrier()
-                m_list = o_entry[:, None] < b_fill[None, :]
-                b_old = tl.load(p_key + o_list, mask=m_list, other=NOTHING)
-                count, floor = _keep(
-                    b_old, p_col, 0, floor, k, most, p_key, p_col, DEPTH, LANES, False, True
-                )
-                b_fill = (count - o_lane + LANES - 1) // LANES
-            m_hit = b_new > tl.maximum(floor, LOWEST - 1)
-            b_hit = m_hit.to(tl.int32)
-            b_at = (b_fill[None, :] + tl.cumsum(b_hit, 0) - 1) * LANES + o_lane[None, :]
-            b_col = _columns(p_row_col + i_col, i_col, m_hit, STEP, LANES, FLOATS)
-            _scatter(p_key, b_at, b_new, m_hit, STEP, LANES)
-            _scatter(p_col, b_at, b_col, m_hit, STEP, LANES)
-            b_fill += tl.sum(b_hit, 0)
+        level = tl.full((), LOWEST, tl.int32)
+        if high - low > DEPTH * LANES:
+            level = _sampled_level(p_row, low, high, k, LANES, SAMPLE)
+        side = 0
+        b_fill = tl.zeros([LANES], tl.int32)
+        again = True
+        while again:
+            # The least key that enters: the level, or once that was raised, the next above, as
+            # later columns lose ties. Winners of parts (no PLACES) come in no order of columns.
+            enter = level
+            bound = 0  # no lane has more entries than this
+            b_fill = tl.zeros([LANES], tl.int32)
+            # Two blocks are under way while one is looked at; the first two are empty.
+            b_next = tl.full([STEP, LANES], float("nan"), tl.float32)
+            b_later = tl.full([STEP, LANES], float("nan"), tl.float32)
+            for i_col in range(low - 2 * STEP * LANES, high, STEP * LANES):
+                b_new = b_next
+                b_next = b_later
+                b_later = _load(p_row, i_col + 2 * STEP * LANES, high, STEP, LANES)
+                bound += STEP
+                if bound > DEPTH:
+                    bound = tl.max(b_fill, 0) + STEP
+                    if bound > DEPTH:
+                        p_to = p_lists + (1 - side) * (2 * DEPTH * LANES)
+                        count, new = _keep(
+                            p_lists + side * (2 * DEPTH * LANES),
+                            b_fill,
+                            level,
+                            k,
+                            k + k // 8,
+                            p_to,
+                            p_to + DEPTH * LANES,
+                            LANES,
+                            DEPTH,
+                            True,
+                        )
+                        enter = tl.where(new > level, new + PLACES, enter)
+                        level = new
+                        side = 1 - side
+                        b_fill = (count - o_lane + LANES - 1) // LANES
+                        bound = tl.max(b_fill, 0) + STEP
+                p_list = p_lists + side * (2 * DEPTH * LANES)
+                b_hit = (b_new >= _value(enter)).to(tl.int32)
+                b_at = (b_fill[None, :] + tl.cumsum(b_hit, 0) - 1) * LANES + o_lane[None, :]
+                b_col = i_col + o_block
+                if not PLACES:
+                    b_col = tl.load(p_row_col + b_col, mask=b_hit != 0, other=NO_COLUMN)
+                b_bits = b_new.to(tl.int32, bitcast=True)
+                _scatter(p_list, b_at, b_bits, b_hit != 0, STEP, LANES)
+                _scatter(p_list + DEPTH * LANES, b_at, b_col, b_hit != 0, STEP, LANES)
+                b_fill += tl.sum(b_hit, 0)
+            again = (tl.sum(b_fill, 0) < k) & (level > LOWEST)
+            level = tl.where(again, LOWEST, level)
 
-        tl.debug_barrier()
-        m_list = o_entry[:, None] < b_fill[None, :]
-        b_key = tl.load(p_key + o_list, mask=m_list, other=NOTHING)
+        p_list = p_lists + side * (2 * DEPTH * LANES)
         p_out = out_ptr + k.to(tl.int64) * item
-        p_out_key = out_key_ptr + k.to(tl.int64) * item
         o_sort = tl.arange(0, SORT)
         if LAST:
-            count, floor = _keep(
-                b_key, p_col, 0, floor, k, k, p_key, p_col, DEPTH, LANES, False, False
-            )
-            b_col = tl.sort(tl.load(p_col + o_sort, mask=o_sort < count, other=NO_COLUMN))
-            b_col = tl.where(b_col == NO_COLUMN, -1, b_col)
-            tl.store(p_out + o_sort, b_col, mask=o_sort < k)
+            p_to = p_lists + (1 - side) * (2 * DEPTH * LANES)
+            count, level = _keep(p_list, b_fill, level, k, k, p_to, p_to, LANES, DEPTH, False)
+            b_col = tl.sort(tl.load(p_to + o_sort, mask=o_sort < count, other=NO_COLUMN))
+            tl.store(p_out + o_sort, tl.where(b_col == NO_COLUMN, -1, b_col), mask=o_sort < k)
         else:
-            count, floor = _keep(
-                b_key, p_col, 0, floor, k, k, p_out_key, p_out, DEPTH, LANES, False, True
-            )
-            tl.store(p_out_key + o_sort, NOTHING, mask=(o_sort >= count) & (o_sort < k))
+            p_value = out_value_ptr + k.to(tl.int64) * item
+            count, level = _keep(p_list, b_fill, level, k, k, p_value, p_out, LANES, DEPTH, True)
+            tl.store(p_value + o_sort, NAN_BITS, mask=(o_sort >= count) & (o_sort < k))
         tl.debug_barrier()
 
 
@@ -251,23 +315,31 @@ class Cut:
 
     Attributes:
         warps: warps a program; each of their threads has a lane of the list.
-        depth: entries of a lane.
-        step: entries that a lane may gain between two looks at how full it is.
+        depth: entries of a lane, a power of two of at least 8.
+        step: entries that a lane may gain from one block of columns.
+        sample: columns that a lane gives to the sample, at most half of depth.
         programs: programs a multiprocessor.
+        registers: most registers a thread, so that as many programs fit; None for no limit.
     """
 
     warps: int
     depth: int
     step: int
+    sample: int
     programs: int
+    registers: int | None = None
 
 
 def choose_cut(k: int) -> Cut:
     """A cut whose list holds about four times k."""
     capacity = triton.next_power_of_2(k)
     if capacity <= 512:
-        return Cut(warps=4, depth=16, step=4, programs=4)
-    return Cut(warps=min(32, capacity // 256), depth=32, step=4, programs=2)
+        return Cut(warps=4, depth=16, step=4, sample=8, programs=6)
+    warps = min(32, capacity // 256)
+    # 65,536 registers a multiprocessor, for two programs of 8 warps.
+    return Cut(
+        warps, depth=32, step=8, sample=16, programs=2, registers=128 if warps == 8 else None
+    )
 
 
 def _parts(rows: int, width: int, programs: int, tile: int) -> int:
@@ -287,13 +359,15 @@ def top_k(
     """Exact top-k of every row, the lower column first among equals.
 
     Arguments, result and errors are those of `reference.top_k`, with these differences: logits are
-    float32, k is at most 8192, and the width below 2**31. `cut`: how the work is cut.
+    float32, k is at most 8192, and the width at most 2**30. `cut`: how the work is cut.
     """
     check_top_k_arguments(logits, k, start, end)
     if logits.dtype != torch.float32:
         raise ValueError(f"logits: expected float32, got {logits.dtype}")
     if k > MAX_K:
         raise ValueError(f"k: expected at most {MAX_K}, got {k}")
+    if logits.shape[1] > MAX_WIDTH:
+        raise ValueError(f"logits: expected at most {MAX_WIDTH} columns, got {logits.shape[1]}")
     cut = cut or choose_cut(k)
     if logits.numel() and logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -306,50 +380,50 @@ def top_k(
     device = device_of(logits.device.index) if logits.device.type == "cuda" else INTERPRETER
     programs = device.multiprocessors * cut.programs
     tile = 32 * cut.warps * cut.depth
-    lists = torch.empty(programs, 2 * tile, dtype=torch.int32, device=logits.device)
-    keys, columns = logits.view(torch.int32), None
-    while (parts := _parts(rows, keys.shape[1], programs, tile)) > 1:
-        keys, columns = _launch(keys, columns, start, end, None, lists, parts, k, cut)
-        start = end = None
-    _launch(keys, columns, start, end, out, lists, 1, k, cut)
+    lists = torch.empty(programs, 4 * tile, dtype=torch.int32, device=logits.device)
+    values, columns = logits, None
+    while (parts := _parts(rows, values.shape[1], programs, tile)) > 1:
+        winners = torch.empty(rows, parts * k, dtype=torch.float32, device=logits.device)
+        places = torch.empty(winners.shape, dtype=torch.int32, device=logits.device)
+        _launch(values, columns, start, end, winners, places, lists, parts, k, cut)
+        values, columns, start, end = winners, places, None, None
+    _launch(values, columns, start, end, None, out, lists, 1, k, cut)
     return out
 
 
 def _launch(
-    keys: torch.Tensor,
+    values: torch.Tensor,
     columns: torch.Tensor | None,
     start: torch.Tensor | None,
     end: torch.Tensor | None,
-    out: torch.Tensor | None,
+    winners: torch.Tensor | None,
+    out: torch.Tensor,
     lists: torch.Tensor,
     parts: int,
     k: int,
     cut: Cut,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One pass over rows [T, W], cut into parts: the winners' keys and columns [T, parts * k].
+) -> None:
+    """One pass over rows [T, W], cut into parts.
 
     Args:
-        keys: the logits' bits; with `columns`, ordered keys.
-        columns: the column of each key, or None where a key's place is its column.
+        values: float32 [T, W].
+        columns: int32 [T, W], or None where a value's place is its column.
         start: [T] int32 or None.
         end: [T] int32 or None.
-        out: where the sorted columns go, without keys; None allocates both, unsorted.
-        lists: [programs, 2 * tile] int32.
+        winners: float32 [T, parts * k], or None for the last pass, which sorts the columns.
+        out: int32 [T, parts * k], the winners' columns.
+        lists: int32 [programs, 4 * tile].
         parts: parts of a row.
         k: winners of a part.
         cut: how the work is cut.
     """
-    rows, width = keys.shape
-    last = out is not None
-    if out is None:
-        out = torch.empty(rows, parts * k, dtype=torch.int32, device=keys.device)
-    out_keys = out if last else torch.empty_like(out)
+    rows, width = values.shape
     _top_k_kernel[(min(rows * parts, lists.shape[0]),)](
-        keys,
-        keys if columns is None else columns,
-        keys if start is None else start,
-        keys if end is None else end,
-        out_keys,
+        values,
+        out if columns is None else columns,
+        out if start is None else start,
+        out if end is None else end,
+        out if winners is None else winners.view(torch.int32),
         out,
         lists,
         rows * parts,
@@ -357,16 +431,38 @@ def _launch(
         triton.cdiv(width, parts),
         width,
         k,
-        keys.stride(0),
+        values.stride(0),
         lists.stride(0),
-        FLOATS=columns is None,
-        LAST=last,
+        PLACES=columns is None,
+        LAST=winners is None,
         HAS_START=start is not None,
         HAS_END=end is not None,
         SORT=max(16, triton.next_power_of_2(k)),
         DEPTH=cut.depth,
         LANES=32 * cut.warps,
         STEP=cut.step,
+        SAMPLE=cut.sample,
         num_warps=cut.warps,
+        **({} if cut.registers is None else {"maxnreg": cut.registers}),
     )
-    return out_keys, out
+
+
+def compilations(device: Device) -> list[Compilation]:
+    """What `top_k` launches for GLM-5's k of 2048: whole rows, parts of rows, winners of parts."""
+    cut = choose_cut(2048)
+    names = ("col_ptr", "start_ptr", "end_ptr", "out_value_ptr", "out_ptr", "list_ptr")
+    types = {"in_ptr": "*fp32"} | dict.fromkeys(names, "*i32")
+    sizes = {"SORT": 2048, "DEPTH": cut.depth, "LANES": 32 * cut.warps}
+    sizes |= {"STEP": cut.step, "SAMPLE": cut.sample}
+    options = {} if cut.registers is None else {"maxnreg": cut.registers}
+    found = []
+    for name, places, last in (
+        ("rows", True, True),
+        ("parts of rows", True, False),
+        ("winners of parts", False, True),
+    ):
+        flags = {"PLACES": places, "LAST": last, "HAS_START": places, "HAS_END": places}
+        found.append(
+            Compilation(f"top_k {name}", "_top_k_kernel", types, flags | sizes, cut.warps, options)
+        )
+    return found
