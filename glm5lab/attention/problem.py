@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
+
+# Kernels exponentiate by exp2; the LSE they return is a natural logarithm.
+LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,21 @@ class Problem:
     def top_k(self) -> int:
         """K."""
         return self.indices.shape[1]
+
+    @property
+    def rope(self) -> int:
+        """Width of the rotary part, the columns behind the values."""
+        return self.q.shape[2] - self.d_v
+
+    @property
+    def block_v(self) -> int:
+        """Padded columns of one half of the values: kernels hold them in two tiles."""
+        return max(16, triton.next_power_of_2(self.d_v) // 2)
+
+    @property
+    def block_r(self) -> int:
+        """Padded columns of the rotary part."""
+        return max(16, triton.next_power_of_2(max(self.rope, 1)))
 
     @property
     def fp8(self) -> bool:

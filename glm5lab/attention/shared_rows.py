@@ -14,8 +14,8 @@ import triton.language as tl
 
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.problem import Problem
-from glm5lab.attention.sparse_mla import LN2, LOG2E, checked_problem
+from glm5lab.attention.problem import LN2, LOG2E, Problem
+from glm5lab.attention.sparse_mla import checked_problem
 from glm5lab.attention.tiles import INTERPRETER, Device, Tile, device_of, shared_rows_tile
 
 MAX_GROUP = 8  # bits of a byte
@@ -273,7 +273,6 @@ def launch_shared(
         HAS_LENGTHS=lengths is not None,
         num_warps=8,
     )
-    rope = q.shape[2] - problem.d_v
     _attend_shared_kernel[(groups, triton.cdiv(group * problem.heads, tile.heads))](
         q,
         pages,
@@ -294,11 +293,11 @@ def launch_shared(
         out.stride(0),
         out.stride(1),
         D_V=problem.d_v,
-        D_ROPE=rope,
+        D_ROPE=problem.rope,
         GROUP=group,
         BLOCK_M=tile.heads,
-        BLOCK_V=max(16, triton.next_power_of_2(problem.d_v) // 2),
-        BLOCK_R=max(16, triton.next_power_of_2(max(rope, 1))),
+        BLOCK_V=problem.block_v,
+        BLOCK_R=problem.block_r,
         BLOCK_K=tile.rows,
         STAGES=tile.stages,
         PAGED=problem.paged,

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.problem import Parts, Problem
+from glm5lab.attention.problem import LN2, LOG2E, Parts, Problem
 from glm5lab.attention.reference import check_sparse_mla_arguments
 from glm5lab.attention.sparse_mla_fp8 import attend_fp8
 from glm5lab.attention.tiles import (
@@ -29,9 +29,6 @@ from glm5lab.attention.tiles import (
     sparse_mla_tile,
     sparse_mla_tiles,
 )
-
-LOG2E = 1.4426950408889634
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=["heads", "top_k", "page_size", "part", "parts", "stride_it"])
@@ -326,7 +323,6 @@ def _merge(problem: Problem, split: Parts, out: torch.Tensor, lse: torch.Tensor)
 
 def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
     q, pages, indices = problem.q, problem.pages, problem.indices
-    rope = q.shape[2] - problem.d_v
     grid = (problem.tokens, triton.cdiv(problem.heads, tile.heads), parts.count)
     _attend_kernel[grid](
         q,
@@ -348,10 +344,10 @@ def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
         indices.stride(0),
         *parts.strides,
         D_V=problem.d_v,
-        D_ROPE=rope,
+        D_ROPE=problem.rope,
         BLOCK_H=tile.heads,
-        BLOCK_V=max(16, triton.next_power_of_2(problem.d_v) // 2),
-        BLOCK_R=max(16, triton.next_power_of_2(max(rope, 1))),
+        BLOCK_V=problem.block_v,
+        BLOCK_R=problem.block_r,
         BLOCK_K=tile.rows,
         STAGES=tile.stages,
         PAGED=problem.paged,

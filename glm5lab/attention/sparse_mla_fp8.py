@@ -15,12 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.problem import Parts, Problem
+from glm5lab.attention.problem import LN2, LOG2E, Parts, Problem
 from glm5lab.attention.reference import FP8_ROW_BYTES
 from glm5lab.attention.tiles import Device, Tile, device_of, sparse_mla_tiles
 
-LOG2E = 1.4426950408889634
-LN2 = tl.constexpr(0.6931471805599453)
 # How four e4m3 bytes become fp16: the instruction (Ada and later), integer operations in PTX
 # (Ampere), or integer operations in Triton (the interpreter). The last two give value / 256.
 BY_INSTRUCTION, BY_BITS, BY_TRITON = 0, 1, 2
