@@ -1,11 +1,12 @@
 """`glm5lab bench`: measurements, each beside the tool that people use otherwise."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from glm5lab.errors import CheckError
+from glm5lab.errors import CheckError, InputError
 from glm5lab.json_output import require_writable, write_json
 
 app = typer.Typer(
@@ -47,8 +48,14 @@ def kernels(
     out: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
     ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(metavar="SM", help="Our kernels alone, compiled as for sm120, say."),
+    ] = None,
 ) -> None:
     """Layer 3: sparse MLA, indexer and top-k beside every peer on this GPU."""
     from glm5lab.kernel_bench.report import run
 
-    run(out, typer.echo)
+    if arch and not re.fullmatch(r"sm\d{2,3}", arch):
+        raise InputError("--arch", f"{arch!r} is no architecture", "give one such as sm120")
+    run(out, typer.echo, arch)

@@ -19,8 +19,8 @@ ROWS = [
 
 @pytest.fixture
 def measured(monkeypatch):
-    monkeypatch.setattr(report, "bench_kernels", lambda: (4.05e6, iter(ROWS)))
-    monkeypatch.setattr(report, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(report, "bench_kernels", lambda _: (4.05e6, iter(ROWS)))
+    monkeypatch.setattr(report, "machine", lambda _: {"gpu": "none"})
 
 
 def test_rows_are_printed_and_written(measured, tmp_path):

@@ -165,6 +165,22 @@ def test_triton_kernels_equal_the_reference_in_the_interpreter():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [1, 8, 16, 64, 128])
+def test_every_tile_at_the_real_size_equals_the_reference(heads, fp8):
+    # The tiles change with the number of tokens and heads.
+    for tokens in (1, 8, 33, 130):
+        made = make_case(torch.bfloat16, tokens, heads, 64, 2048, 64, rows=5000, fp8=fp8)
+        q, kv, indices, lengths = (x.cuda() for x in made)
+        out, lse = implementation("cuda")(q, kv, indices, 256**-0.5, lengths)
+        exact = kv if fp8 else kv.double()
+        expected = reference.sparse_mla(q.double(), exact, indices, 256**-0.5, lengths)
+        error = (out.double() - expected[0]).norm() / expected[0].norm()
+        assert error < TOLERANCE[torch.bfloat16], (tokens, float(error))
+        torch.testing.assert_close(lse.double(), expected[1], rtol=0, atol=LSE_TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_a_cache_beyond_4_gb(fp8):
     rows = 8_000_000 if fp8 else 4_000_000
     gen = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from glm5lab.attention.tiles import SHARED_MEMORY, Device
+from glm5lab.attention.tiles import Device, shared_memory_of
 from glm5lab.errors import Glm5labError
 
 ARCHITECTURES = (80, 89, 90, 120, 121)
@@ -82,11 +82,10 @@ class Resources:
 
 def device_for(capability: int) -> Device:
     """A device of an architecture, with Hopper's number of multiprocessors."""
-    known = [c for c in SHARED_MEMORY if c <= capability]
-    if capability not in ARCHITECTURES or not known:
+    if capability not in ARCHITECTURES:
         names = ", ".join(f"sm_{a}" for a in ARCHITECTURES)
         raise Glm5labError(f"arch: sm_{capability} is not among {names}; name one of them")
-    return Device(capability, 132, SHARED_MEMORY[max(known)])
+    return Device(capability, 132, shared_memory_of(capability))
 
 
 def compile_all(capabilities: Sequence[int], jobs: int | None = None) -> Iterator[Resources]:

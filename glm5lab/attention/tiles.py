@@ -7,8 +7,7 @@ data/measurements/sparse_mla_tiles.json), and the first that fits the shared mem
 from dataclasses import dataclass
 from functools import cache
 
-# Bytes of shared memory that one block may use (CUDA C++ programming guide, compute capabilities).
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+from glm5lab.env import SHARED_MEMORY
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,31 @@ class Device:
 INTERPRETER = Device(0, 1, 1 << 20)
 
 
+def shared_memory_of(capability: int) -> int:
+    """Bytes of shared memory a block on an architecture; a newer one counts as the last known."""
+    known = [c for c in SHARED_MEMORY if c <= divmod(capability, 10)]
+    return SHARED_MEMORY[max(known)] if known else 49_152
+
+
 @cache
 def device_of(index: int) -> Device:
-    """The tiles' view of CUDA device `index`."""
+    """The tiles' view of CUDA device `index`.
+
+    Where Triton is told to generate code as for another architecture (TRITON_OVERRIDE_ARCH=sm120),
+    the tiles are that architecture's too: so Hopper can run what SM120 would.
+    """
     import torch
+    import triton
 
     properties = torch.cuda.get_device_properties(index)
-    limit = getattr(properties, "shared_memory_per_block_optin", None)
+    count = properties.multi_processor_count
+    override = triton.knobs.runtime.override_arch
+    if override:
+        capability = int("".join(filter(str.isdigit, override)))
+        return Device(capability, count, shared_memory_of(capability))
     capability = properties.major * 10 + properties.minor
-    if limit is None:
-        limit = max((v for k, v in SHARED_MEMORY.items() if k <= capability), default=49_152)
-    return Device(capability, properties.multi_processor_count, limit)
+    limit = getattr(properties, "shared_memory_per_block_optin", None)
+    return Device(capability, count, limit or shared_memory_of(capability))
 
 
 @dataclass(frozen=True)

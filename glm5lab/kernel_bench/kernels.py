@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
+import triton
 
 from glm5lab.attention.indexer import mqa_logits
 from glm5lab.attention.indexer_paged import paged_mqa_logits
@@ -28,6 +30,7 @@ from glm5lab.kernel_bench.timing import Row, copy_rate, measure, relative
 TOKENS = (1, 4, 16, 64, 256, 1024)
 ROWS = 1 << 20  # of the cache: 1.2 GB in bf16, many times any L2
 Kind = Callable[[Sparse, int], torch.Tensor]
+Measure = Callable[..., Iterator[Row]]
 
 
 def ours(s: Sparse, i: int) -> torch.Tensor:
@@ -49,7 +52,7 @@ FP8: dict[str, Kind] = {"glm5lab": ours, "FlashMLA": peers.flashmla_fp8}
 
 
 def sparse_case(
-    case: str, s: Sparse, kinds: Mapping[str, Kind], floor_us: float = math.nan
+    measure: Measure, case: str, s: Sparse, kinds: Mapping[str, Kind], floor_us: float = math.nan
 ) -> Iterator[Row]:
     """One size of sparse MLA by every implementation."""
     expected = s.expected()
@@ -63,7 +66,7 @@ def sparse_case(
     )
 
 
-def decode(rate: float) -> Iterator[Row]:
+def decode(measure: Measure, rate: float) -> Iterator[Row]:
     """Every place of every list is another random row."""
     for fp8 in (False, True):
         kv = fp8_rows(ROWS) if fp8 else (torch.randn(ROWS, WIDTH, device="cuda") * 0.5).bfloat16()
@@ -72,24 +75,24 @@ def decode(rate: float) -> Iterator[Row]:
             for tokens in TOKENS:
                 s = Sparse(tokens, heads, kv, 12 if tokens <= 64 else 2)
                 floor_us = tokens * TOP_K * kv.shape[1] * kv.itemsize / rate
-                yield from sparse_case(
-                    f"{text}, {heads} heads, {tokens} tokens", s, kinds, floor_us
-                )
+                case = f"{text}, {heads} heads, {tokens} tokens"
+                yield from sparse_case(measure, case, s, kinds, floor_us)
         # FlashMLA has no lengths for these rows: it would attend to all 2048.
         some = {name: f for name, f in kinds.items() if name != "FlashMLA"}
         short = Sparse(64, 8, kv, 12, valid=128)
-        yield from sparse_case(f"{text}, 8 heads, 64 tokens, 128 of 2048 valid", short, some)
+        case = f"{text}, 8 heads, 64 tokens, 128 of 2048 valid"
+        yield from sparse_case(measure, case, short, some)
 
 
-def prefill() -> Iterator[Row]:
+def prefill(measure: Measure) -> Iterator[Row]:
     """4096 neighbouring tokens of one sequence of 32768."""
     kv = (torch.randn(32768, WIDTH, device="cuda") * 0.5).bfloat16()
     s = Sparse(4096, 8, kv, 1, [neighbours(4096, 32768)])
     kinds = {"glm5lab, shared rows": shared, **BF16}
-    yield from sparse_case("bf16, 8 heads, 4096 neighbours, 80 % shared", s, kinds)
+    yield from sparse_case(measure, "bf16, 8 heads, 4096 neighbours, 80 % shared", s, kinds)
 
 
-def indexer(rate: float) -> Iterator[Row]:
+def indexer(measure: Measure, rate: float) -> Iterator[Row]:
     """Logits for a prompt and for decoding."""
     x = Logits(1024, 131072)
     expected = x.expected()
@@ -118,7 +121,7 @@ def indexer(rate: float) -> Iterator[Row]:
     )
 
 
-def selection(rate: float) -> Iterator[Row]:
+def selection(measure: Measure, rate: float) -> Iterator[Row]:
     """Exact top-k of long rows; the error counts wrong places in eight rows."""
     logits = torch.randn(1024, 131072, device="cuda")
     expected = torch.topk(logits[:8], TOP_K).indices.sort().values
@@ -137,21 +140,28 @@ def selection(rate: float) -> Iterator[Row]:
     )
 
 
-def bench_kernels() -> tuple[float, Iterator[Row]]:
+def bench_kernels(architecture: str | None = None) -> tuple[float, Iterator[Row]]:
     """The copy kernel's rate in bytes a microsecond, and all rows as they are measured.
+
+    Args:
+        architecture: such as "sm120": Triton generates code as for it, with its tiles and its
+            shared memory, and only our kernels are measured; None for the device's own.
 
     Raises:
         Glm5labError: no CUDA device.
     """
     if not torch.cuda.is_available():
         raise Glm5labError("no CUDA device: `glm5lab bench kernels` times kernels on a GPU")
+    if architecture:
+        triton.knobs.runtime.override_arch = architecture
     torch.manual_seed(0)
     rate = copy_rate()
+    kept = partial(measure, prefix="glm5lab" if architecture else "")
 
     def rows() -> Iterator[Row]:
-        yield from decode(rate)
-        yield from prefill()
-        yield from indexer(rate)
-        yield from selection(rate)
+        yield from decode(kept, rate)
+        yield from prefill(kept)
+        yield from indexer(kept, rate)
+        yield from selection(kept, rate)
 
     return rate, rows()

@@ -3,33 +3,37 @@
 import math
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from glm5lab.json_output import require_writable, write_json
 from glm5lab.kernel_bench.kernels import bench_kernels
 from glm5lab.kernel_bench.timing import Row
 
 
-def machine() -> dict[str, Any]:
-    """GPU, driver and versions."""
-    import triton
-
+def machine(architecture: str | None = None) -> dict[str, Any]:
+    """Command, date, GPU, driver and versions."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         driver = "unknown"
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    with suppress(PackageNotFoundError):
+        versions["vllm"] = version("vllm")
     return {
-        "command": "glm5lab bench kernels",
+        "command": "glm5lab bench kernels" + (f" --arch {architecture}" if architecture else ""),
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "driver": driver.strip().splitlines()[0],
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "versions": versions,
     }
 
 
@@ -41,20 +45,21 @@ def line(row: Row) -> str:
     return f"{row.case:46} {row.name:26} {row.us:8.1f} us, error {row.error:.4f}{floor}"
 
 
-def run(out: Path | None, echo: Callable[[str], None]) -> None:
+def run(out: Path | None, echo: Callable[[str], None], architecture: str | None = None) -> None:
     """Measure, print each row, and write all of them.
 
     Args:
         out: JSON file, or None.
         echo: where lines go.
+        architecture: see `bench_kernels`.
 
     Raises:
         InputError: the file cannot be written.
         Glm5labError: no CUDA device.
     """
     require_writable(out)
-    rate, measured = bench_kernels()
-    document = {**machine(), "copy_tb_s": rate / 1e6}
+    rate, measured = bench_kernels(architecture)
+    document = {**machine(architecture), "copy_tb_s": rate / 1e6}
     echo(f"copy kernel: {rate / 1e6:.2f} TB/s")
     rows = []
     for row in measured:

@@ -75,6 +75,7 @@ def measure(
     inputs: int,
     error: Callable[[torch.Tensor], float],
     floor_us: float = math.nan,
+    prefix: str = "",
 ) -> Iterator[Row]:
     """Check and time every implementation of one case.
 
@@ -84,8 +85,11 @@ def measure(
         inputs: how many inputs there are; all of them go into one graph.
         error: of the result for input 0.
         floor_us: see Row.
+        prefix: of the names to measure.
     """
     for name, compute in implementations.items():
+        if not name.startswith(prefix):
+            continue
         try:
             wrong = error(compute(0))
             us = graph_us([lambda i=i, f=compute: f(i) for i in range(inputs)])  # type: ignore[misc]
