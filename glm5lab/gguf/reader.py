@@ -148,7 +148,7 @@ class GgufModel:
         if data.size == 0:
             values = np.empty(shape, np.float32)
         else:
-            values = _values(little_endian(data, t) if t.big_endian else data, t)
+            values = values_of(little_endian(data, t) if t.big_endian else data, t)
         return np.array(values if rows is None else values[rows], dtype=np.float32, order="C")
 
     def table(self) -> "pd.DataFrame":
@@ -258,8 +258,8 @@ def require_glm5(model: GgufModel) -> None:
         )
 
 
-def _values(data: np.ndarray[Any, Any], t: Tensor) -> np.ndarray[Any, Any]:
-    """Values of little-endian bytes [..., row bytes]."""
+def values_of(data: np.ndarray[Any, Any], t: Tensor) -> np.ndarray[Any, Any]:
+    """Values of little-endian bytes, uint8 [..., whole blocks]; InputError for a type unknown."""
     if t.type_id in PLAIN:
         return data.view(PLAIN[t.type_id])
     from gguf import GGMLQuantizationType, quants
