@@ -280,6 +280,24 @@ def serve(
 
 
 @app.command()
+def doctor(
+    logs: Annotated[
+        list[str], typer.Argument(metavar="LOG...", help="Logs of one server; - is a pipe.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="The verdict as JSON.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Wait for more, as tail -f, until it fails or hangs.")
+    ] = False,
+) -> None:
+    """Layer 5: what failed first in a log of vLLM, where, and what to do; exit 0 if nothing did."""
+    from glm5lab.views.doctor import run_doctor
+
+    code = run_doctor(logs, as_json, follow, typer.echo)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
 def demo(
     file: Annotated[
         str | None,

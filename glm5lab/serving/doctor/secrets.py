@@ -1,0 +1,36 @@
+"""Keys and tokens in a log never reach the doctor's output."""
+
+import re
+
+MASK = "***"
+_VALUE = r"""(?:"[^"\s]*"|'[^'\s]*'|[^\s,;'"&)\]}]+)"""
+_NAME = (
+    r"""[\w-]*(?:api[_-]?key|access[_-]?key|secret|token|passw(?:or)?d|credential|signature)s?"""
+)
+# A word that is a secret by its form.
+_FORMS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{6,}|sk-[\w-]{6,}|gh[pousr]_\w{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}"
+    r"|nvapi-[\w-]{10,}|xox[abpr]-[\w-]{8,}|AKIA[A-Z0-9]{12,}|AIza[\w-]{20,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?)"
+)
+_BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?!\*\*\*)[\w.~+/=-]{6,}")
+_HEADER = re.compile(r"(?i)\b(authorization|x-api-key)(['\"]?\s*[:=]\s*)(?!bearer|basic)" + _VALUE)
+_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/@'\"<>]+@")
+# --api-key VALUE, --api-key=VALUE, HF_TOKEN=VALUE, "api_key": "VALUE", api_key=['A', 'B'].
+_OPTION = re.compile(rf"(?i)(--{_NAME}(?:=|\s+))(?!-){_VALUE}")
+_LIST = re.compile(rf"(?i)(['\"]?\b{_NAME}['\"]?\s*[:=]\s*[\[(])([^\])]*)")
+_FIELD = re.compile(
+    rf"(?i)(['\"]?(?<![\w-]){_NAME}['\"]?\s*[:=]\s*)(?!None\b|null\b|true\b|false\b|[\[({{]|\d{{1,9}}\b)"
+    + _VALUE
+)
+
+
+def masked(text: str) -> str:
+    """The text with every key, token and password replaced by ***."""
+    text = _FORMS.sub(MASK, text)
+    text = _BEARER.sub(rf"\1\2{MASK}", text)
+    text = _HEADER.sub(rf"\1\2{MASK}", text)
+    text = _URL.sub(rf"\1{MASK}@", text)
+    text = _OPTION.sub(rf"\1{MASK}", text)
+    text = _LIST.sub(rf"\1{MASK}", text)
+    return _FIELD.sub(rf"\1{MASK}", text)
