@@ -11,14 +11,16 @@ import traceback
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from glm5lab import __version__, bench_commands
+from glm5lab import __version__, bench_commands, serve_command
 from glm5lab.errors import CheckError, Glm5labError, printable
 from glm5lab.json_output import json_text, require_writable, write_json
 
+# typer's own click, which it does not export: what all mistyped commands end in.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 app = typer.Typer(
     name="glm5lab",
     help="Run GLM-5 from GGUF files in vLLM, and prove every layer of it.",
@@ -56,8 +58,6 @@ GgufName = Annotated[
         callback=_not_empty,
     ),
 ]
-Host = Annotated[str, typer.Option(help="Address to bind; 0.0.0.0 opens it to the network.")]
-Port = Annotated[int, typer.Option(help="Port to bind.", min=0, max=65535)]
 
 
 class Referee(StrEnum):
@@ -263,20 +263,7 @@ def check(
         raise CheckError(f"{file}: the engine disagrees with a referee; see the rows above")
 
 
-@app.command()
-def serve(
-    file: GgufFile,
-    vllm_options: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- VLLM OPTIONS]", help="Passed on to vLLM as they are."),
-    ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-) -> None:
-    """Layer 5: an OpenAI endpoint over the file; Ctrl-C stops it."""
-    from glm5lab.serving.server import serve as run_server
-
-    run_server(file, host=host, port=port, options=vllm_options or [])
+app.command()(serve_command.serve)
 
 
 @app.command()
@@ -348,13 +335,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command; 130 interrupted. GLM5LAB_DEBUG=1 shows tracebacks.
     """
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="glm5lab")
+        given = None if arguments is None else list(arguments)
+        # Not standalone: typer would take four lines to say that an option is mistyped.
+        sys.exit(app(args=given, prog_name="glm5lab", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         sys.exit(130)
+    except UsageError as error:
+        sys.exit(_report_usage(error))
     except Exception as error:
         if os.environ.get("GLM5LAB_DEBUG") == "1":
             traceback.print_exc()
         sys.exit(_report(error))
+
+
+def _report_usage(error: Any) -> int:
+    """One line on stderr for a mistyped command; help for an empty one. The exit code."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+    else:
+        where = error.ctx.command_path if error.ctx else "glm5lab"
+        text = printable(" ".join(error.format_message().split()))
+        print(f"{where}: {text.removesuffix('.')}; see `{where} --help`", file=sys.stderr)
+    return int(error.exit_code)
 
 
 def _report(error: Exception) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glm5lab.env import available_memory
 from glm5lab.errors import CheckError, Glm5labError
 from glm5lab.serving.process import LoggedProcess
 from glm5lab.vllm_plugin import BACKEND
@@ -80,7 +81,8 @@ def run_demo(file: str | Path | None = None) -> None:
         InputError: the file is a URL.
     """
     from glm5lab.gguf.url import local_path
-    from glm5lab.serving.server import interruptible, platform
+    from glm5lab.serving.command import platform
+    from glm5lab.serving.server import interruptible
 
     file = None if file is None else local_path(file, "the demo")
 
@@ -200,7 +202,7 @@ def kernel_layer(child: LoggedProcess) -> None:
 def backend_layer(work: Work, model: "GgufModel") -> None:
     """Layer 4: the engine takes our backend, and its log-probabilities equal the referees'."""
     from glm5lab.check.run import installed_referees
-    from glm5lab.serving.server import selected_backend
+    from glm5lab.serving.command import selected_backend
 
     referees = installed_referees()
     if reason := too_large(model) or ("" if referees else "none is installed"):
@@ -228,16 +230,6 @@ def too_large(model: "GgufModel") -> str | None:
     if there is None or needed < there:
         return None
     return f"float32 needs {needed / 2**30:,.0f} GiB of memory, {there / 2**30:,.0f} are free"
-
-
-def available_memory() -> int | None:
-    """Bytes of memory that programs can still get; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kib = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(kib[0]) * 1024 if kib else None
 
 
 def server_layer(work: Work) -> None:

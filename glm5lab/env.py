@@ -6,6 +6,7 @@ Nothing heavy is imported: versions come from package metadata, GPUs from nvidia
 import ctypes
 import os
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -93,9 +94,7 @@ def report() -> dict[str, Any]:
         "cpu": {
             "model": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
-            "memory_gib": round(
-                os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1
-            ),
+            "memory_gib": round(memory_total() / 2**30, 1),
         },
         "engine": engine,
         "packages": versions,
@@ -185,6 +184,36 @@ def parse_gpus(csv: str) -> list[Gpu]:
         shared = SHARED_MEMORY.get((major, minor))
         gpus.append(Gpu(name, (major, minor), memory_mib, driver, shared))
     return gpus
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that programs can still get; None where the system does not say.
+
+    A container's limit counts, page cache aside.
+    """
+    free = _meminfo("MemAvailable")
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)
+        used = int((group / "memory.current").read_text()) - int(cached[1] if cached else 0)
+    except (OSError, ValueError):
+        return free
+    return max(0, limit - used) if free is None else max(0, min(free, limit - used))
+
+
+def memory_total() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(kib[0]) * 1024 if kib else None
 
 
 def missing(

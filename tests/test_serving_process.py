@@ -12,7 +12,7 @@ import pytest
 from processes import mark, marked, wait_for
 
 from glm5lab.errors import InputError
-from glm5lab.serving import server as serving
+from glm5lab.serving import command as serving
 from glm5lab.serving.client import Client, ClientError
 from glm5lab.serving.process import LoggedProcess, first_error
 

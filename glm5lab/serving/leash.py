@@ -1,13 +1,16 @@
-"""Run a command that cannot outlive its owner: `python -m glm5lab.serving.leash COMMAND...`.
+"""Run a command that cannot outlive its owner: `python -m glm5lab.serving.leash DIR COMMAND...`.
 
 The owner starts this in a new session and holds the other end of its stdin. When the owner ends,
 in whatever way, that pipe closes and the command is ended with everything it has started. SIGINT
 and SIGTERM go to the command alone: an engine stops its own workers in order, and a worker that
 is interrupted first makes it report a failure instead. Exits as the command does.
+
+DIR holds the command's temporary files and is removed at the end.
 """
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,23 +25,32 @@ OWNER_GONE_S = 10.0
 COMMAND_GONE_S = 3.0
 
 
-def members(group: int) -> list[int]:
-    """Ids of the living processes of a process group (Linux); zombies do not count."""
-    found = []
+def states(group: int) -> dict[int, str]:
+    """State letters (see proc(5)) of the living processes of a group, by id; Linux."""
+    found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # pid (name) state parent group ...; a name may hold spaces and brackets
             state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
-                found.append(int(stat.parent.name))
+                found[int(stat.parent.name)] = state
     return found
 
 
-def end_group(patience_s: float) -> None:
-    """End all other processes of this process's group: SIGTERM, and SIGKILL after `patience_s`."""
+def members(group: int) -> list[int]:
+    """Ids of the living processes of a process group; zombies do not count."""
+    return list(states(group))
+
+
+def end_group(group: int, patience_s: float) -> None:
+    """End the processes of a group but this one: SIGTERM, and SIGKILL after `patience_s`.
+
+    Python's resource tracker is among them: it takes no SIGTERM, removes the shared memory of
+    the dead once the last of them has gone, and then ends by itself.
+    """
     deadline = time.monotonic() + patience_s
     signum = signal.SIGTERM
-    while others := [pid for pid in members(os.getpgrp()) if pid != os.getpid()]:
+    while others := [pid for pid in members(group) if pid != os.getpid()]:
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
@@ -47,7 +59,19 @@ def end_group(patience_s: float) -> None:
         time.sleep(0.1)
 
 
-def main(command: Sequence[str]) -> int:
+def remove_scratch(scratch: Path) -> None:
+    """Remove a command's temporary files, and the shared memory that is called after one of them.
+
+    vLLM's CPU workers share blocks named after the file by which they meet, and a killed one
+    leaves them.
+    """
+    for meeting in scratch.glob("vllm_dist_*"):
+        for block in Path("/dev/shm").glob(f"{meeting.name}*"):
+            block.unlink(missing_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def main(scratch: str, command: Sequence[str]) -> int:
     """Run the command; its exit code, 128 + N where signal N ended it."""
     started: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
@@ -77,9 +101,10 @@ def main(command: Sequence[str]) -> int:
 
     threading.Thread(target=hold, daemon=True).start()
     code = child.wait()
-    end_group(COMMAND_GONE_S)
+    end_group(os.getpgrp(), COMMAND_GONE_S)
+    remove_scratch(Path(scratch))
     return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

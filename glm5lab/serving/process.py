@@ -6,12 +6,16 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
+
+from glm5lab.errors import InputError
+from glm5lab.serving.leash import COMMAND_GONE_S, end_group, remove_scratch
 
 KEPT_LINES = 2000
 LONGEST = 600  # characters of an error that is reported in one line
@@ -21,6 +25,8 @@ PREFIX = re.compile(
 )
 ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b(: .*)?|.*\berror: .+)$")
 STOPPED = ("KeyboardInterrupt", "SystemExit")
+# A socket's path has 107 characters at most, and vLLM's sockets are called by 36 of them.
+LONGEST_SCRATCH = 60
 
 
 def message(line: str) -> str:
@@ -43,16 +49,36 @@ def first_error(lines: Iterable[str]) -> str:
     return texts[-1][:LONGEST] if texts else "it wrote nothing"
 
 
+def scratch_folder() -> Path:
+    """A new folder for the temporary files of one command: engines leave sockets and more there.
+
+    Raises:
+        InputError: there is no room for one.
+    """
+    short = None if len(tempfile.gettempdir()) < LONGEST_SCRATCH - 20 else "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix="glm5lab-", dir=short))
+    except OSError as error:
+        place = short or tempfile.gettempdir()
+        cause = f"takes no temporary files: {error.strerror or error}"
+        raise InputError(place, cause, "make room there, or set TMPDIR") from error
+
+
 class LoggedProcess:
     """A command on a leash (see `leash`), its output going to a log file and to memory.
 
-    Use it as a context manager: the process runs inside, and nothing of it is left behind.
+    Use it as a context manager: the process runs inside, and nothing of it is left behind. Its
+    temporary files have a folder of their own, which goes with it.
 
     Args:
         command: program and arguments.
         log: file that gets the output; its folder is made.
         settings: environment variables beside those of this process.
         echo: called with every line of output, in another thread.
+
+    Attributes:
+        log_error: why the log file does not hold all of the output; "" when it does. A full disk
+            ends the log, and nothing else.
     """
 
     def __init__(
@@ -66,6 +92,8 @@ class LoggedProcess:
         self.settings = dict(settings or {})
         self.echo = echo
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.log_error = ""
+        self._scratch: Path | None = None
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
@@ -82,33 +110,65 @@ class LoggedProcess:
         self.stop()
 
     def start(self) -> None:
-        """Start the command in a session of its own, so that Ctrl-C reaches its owner only."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        """Start the command in a session of its own, so that Ctrl-C reaches its owner only.
+
+        Raises:
+            InputError: the log file cannot be written, or there is no room for temporary files.
+        """
+        log = self._open_log()
+        self._scratch = scratch_folder()
+        leash = [sys.executable, "-P", "-m", "glm5lab.serving.leash", str(self._scratch)]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "glm5lab.serving.leash", *self.command],
+            [*leash, *self.command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             encoding="utf-8",
             errors="replace",
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **self.settings},
+            env=self._environment(self._scratch),
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(log,), daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
+    def _open_log(self) -> TextIO:
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            return self.log.open("w", encoding="utf-8")
+        except OSError as error:
+            cause = f"cannot be written: {error.strerror or error}"
+            raise InputError(self.log, cause, "name another log file") from error
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        # What torch compiles is kept for the next run, and so lies where it always does.
+        kept = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        ours = {"PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": kept}
+        return {**ours, **os.environ, "TMPDIR": str(scratch), **self.settings}
+
+    def _read(self, log: TextIO) -> None:
+        """Take in the output to its end, whatever happens to the log: a full pipe would stop it."""
         assert self._process is not None
         assert self._process.stdout is not None
-        with self.log.open("w", encoding="utf-8") as log:
-            for line in self._process.stdout:
-                log.write(line)
-                log.flush()
-                self.lines.append(line.rstrip("\n"))
-                self.saw(self.lines[-1])
-                if self.echo is not None:
+        for line in self._process.stdout:
+            self._write(log, line)
+            self.lines.append(line.rstrip("\n"))
+            self.saw(self.lines[-1])
+            if self.echo is not None:
+                # A terminal that has gone takes no more lines.
+                with contextlib.suppress(OSError, ValueError):
                     self.echo(self.lines[-1])
+        with contextlib.suppress(OSError):
+            log.close()
+
+    def _write(self, log: TextIO, line: str) -> None:
+        if self.log_error:
+            return
+        try:
+            log.write(line)
+            log.flush()
+        except OSError as error:
+            self.log_error = error.strerror or str(error)
 
     def saw(self, line: str) -> None:
         """For subclasses: called with every line of output, in another thread."""
@@ -132,6 +192,7 @@ class LoggedProcess:
         """
         assert self._process is not None
         code = self._process.wait(timeout_s)
+        self._end_group()
         self._join()
         return code
 
@@ -155,12 +216,20 @@ class LoggedProcess:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(seconds)
         finally:
-            # The leash leaves an empty group behind, unless it was killed itself.
-            if process.poll() in (None, -signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            # The leash leaves an empty group behind, unless it is stuck or was killed itself.
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            self._end_group()
             self._join()
+
+    def _end_group(self) -> None:
+        """What a killed leash has left behind; nothing, otherwise."""
+        assert self._process is not None
+        if (self._process.returncode or 0) < 0:
+            end_group(self._process.pid, COMMAND_GONE_S)
+        if self._scratch is not None:
+            remove_scratch(self._scratch)
 
     def _join(self) -> None:
         assert self._process is not None

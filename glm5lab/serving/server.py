@@ -1,116 +1,40 @@
-"""vLLM's OpenAI server over a GGUF file: its command line, its start, its end.
+"""vLLM's OpenAI server over a GGUF file, as a process: its start, its end.
 
 with Server.of_file("GLM-5-Q4_K_M-00001-of-00010.gguf") as server:
     server.wait_ready()
     Client(server.url).chat([{"role": "user", "content": "Hello"}])
-
-vLLM runs in a process of its own; nothing here imports it.
 """
 
-import errno
 import os
-import shlex
-import shutil
 import signal
-import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from glm5lab.env import engine_distribution, engine_platform, find_gpus
-from glm5lab.errors import Glm5labError, InputError
+from glm5lab.errors import InputError
 from glm5lab.serving.client import Client
+from glm5lab.serving.command import (
+    LOCAL,
+    ServerError,
+    command,
+    selected_backend,
+    settings,
+    url,
+    usable_port,
+)
 from glm5lab.serving.process import LoggedProcess
-from glm5lab.vllm_plugin import BACKEND
+from glm5lab.serving.progress import Progress
+from glm5lab.serving.verdict import ended, halted, verdict
 
-LOCAL = "127.0.0.1"
-ANYWHERE = {"0.0.0.0": LOCAL, "::": "::1"}
 POLL_S = 0.25
 SAY_S = 30.0
-
-
-class ServerError(Glm5labError):
-    """The server did not start, or ended by itself (exit code 1)."""
-
-
-def platform() -> str:
-    """The platform that vLLM takes here, "cuda" or "cpu"; ServerError when it is missing."""
-    kind = engine_platform(engine_distribution(), find_gpus())
-    if kind == "none":
-        raise ServerError("vLLM is not installed; run `make setup`")
-    return kind
-
-
-def command(
-    file: str | Path, host: str = LOCAL, port: int = 8000, options: Sequence[str] = ()
-) -> list[str]:
-    """The command that serves a file: `vllm serve`, run by this Python.
-
-    Args:
-        file: any shard of a GGUF file, its folder, or a prepared folder.
-        host: address to bind.
-        port: port to bind.
-        options: further options of `vllm serve`; they come last and so win over ours.
-
-    Raises:
-        InputError: the options bind another address (only host and port may) or ask for TLS.
-        ServerError: vLLM is not installed.
-    """
-    given = {option.partition("=")[0] for option in options}
-    for name in sorted({"--host", "--port", "--uds"} & given):
-        raise InputError(name, "is among vLLM's own options", "give --host and --port before `--`")
-    for name in sorted(option for option in given if option.startswith("--ssl-")):
-        raise InputError(name, "is not supported here", "run `vllm serve FILE` itself for TLS")
-    line = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(file)]
-    line += ["--host", host, "--port", str(port)]
-    if platform() == "cpu" and "--dtype" not in given:
-        line += ["--dtype", "float32"]
-    return [*line, *options]
-
-
-def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables to add for the server; those that are set already stay."""
-    wanted = {"VLLM_NO_USAGE_STATS": "1"}
-    return {name: value for name, value in wanted.items() if name not in environment}
-
-
-def selected_backend(lines: Iterable[str]) -> str | None:
-    """The line in which vLLM says that it takes TRITON_MLA_SPARSE, as it is; None without it."""
-    wanted = f"Using {BACKEND} attention backend"
-    return next((line for line in lines if wanted in line), None)
-
-
-def url(host: str, port: int) -> str:
-    """Where a client on this machine finds a server that is bound to `host`."""
-    host = ANYWHERE.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def usable_port(host: str, port: int) -> int:
-    """The port itself, or a free one for 0.
-
-    Raises:
-        InputError: the port is in use, may not be bound, or the host is not this machine's.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            fix = "stop what listens there, or choose another with --port (0: any free port)"
-            raise InputError(f"port {port}", f"is in use on {host}", fix) from error
-        fix = "choose another with --host and --port"
-        raise InputError(
-            f"{host}:{port}", f"cannot be bound: {error.strerror or error}", fix
-        ) from error
+# Seconds that a stuck engine gets to end by itself.
+STUCK_PATIENCE_S = 5.0
+USAGE = 2  # vLLM's exit code for options that it does not know
 
 
 class Server(LoggedProcess):
@@ -125,6 +49,8 @@ class Server(LoggedProcess):
 
     Attributes:
         backend: the line in which the engine names TRITON_MLA_SPARSE, once it has.
+        progress: how far the start is.
+        stuck: whether it was found not to go on; it is then ended with less patience.
     """
 
     def __init__(
@@ -138,6 +64,8 @@ class Server(LoggedProcess):
         super().__init__(command, log, settings, echo)
         self.url = url
         self.backend: str | None = None
+        self.progress = Progress()
+        self.stuck = False
 
     @classmethod
     def of_file(
@@ -160,43 +88,84 @@ class Server(LoggedProcess):
         log = log or Path(tempfile.mkdtemp(prefix="glm5lab-serve-")) / "server.log"
         return cls(line, url(host, port), log, settings(os.environ), echo)
 
+    def start(self) -> None:
+        """As LoggedProcess, with the clock of `progress` set back."""
+        self.progress = Progress()
+        super().start()
+
+    def stop(self, patience_s: float = 20.0) -> None:
+        """As LoggedProcess; a stuck server gets less patience."""
+        super().stop(min(patience_s, STUCK_PATIENCE_S) if self.stuck else patience_s)
+
     def saw(self, line: str) -> None:
-        """Note the backend's line."""
+        """Note the backend's line, and the stage of the start."""
         if self.backend is None:
             self.backend = selected_backend([line])
+        self.progress.see(line)
 
     def wait_ready(
-        self, timeout_s: float | None = 1800.0, say: Callable[[str], None] | None = None
+        self,
+        timeout_s: float | None = 1800.0,
+        say: Callable[[str], None] | None = None,
+        stall_s: float | None = None,
     ) -> float:
         """Wait until the server answers requests.
 
         Args:
             timeout_s: seconds to wait at most; None for no limit.
-            say: called every half minute with a line that says how long it has been.
+            say: called with a line for every stage, and every half minute.
+            stall_s: seconds without a line of output after which it counts as stuck; None for no
+                limit.
 
         Returns:
             Seconds waited.
 
         Raises:
-            ServerError: it ended, or was not ready in time; the message has the first error.
+            InputError: vLLM does not know an option.
+            ServerError: it ended, is stuck, or was not ready in time; the message has the cause.
         """
-        began = said = time.monotonic()
+        began, said, stage = time.monotonic(), time.monotonic(), ""
         probe = Client(self.url, timeout_s=5.0)
         while not probe.healthy():
             if self.exit_code is not None:
-                code = self.wait()
-                raise ServerError(self._failure(f"ended with code {code} before it was ready"))
+                raise self.failed("before it was ready")
             now = time.monotonic()
             if timeout_s is not None and now - began > timeout_s:
-                raise ServerError(self._failure(f"was not ready after {now - began:.0f} s"))
-            if say is not None and now - said > SAY_S:
-                said = now
-                say(f"the server is not ready yet after {now - began:.0f} s")
+                raise self.halted(f"was not ready after {now - began:.0f} s")
+            if stall_s is not None and self.progress.quiet_s > stall_s:
+                quiet = f"has written nothing for {self.progress.quiet_s:.0f} s"
+                raise self.halted(f"is stuck, {now - began:.0f} s after its start: it {quiet}")
+            if say is not None and (now - said > SAY_S or self.progress.stage != stage):
+                said, stage = now, self.progress.stage
+                say(self.progress.waiting())
             time.sleep(POLL_S)
         return time.monotonic() - began
 
-    def _failure(self, what: str) -> str:
-        return f"the server {what}: {self.first_error()}; its whole output: {self.log}"
+    def failed(self, when: str) -> ServerError | InputError:
+        """The error for a server that has ended by itself."""
+        code = self.wait()
+        found = self.first_error()
+        if code == USAGE and " error: " in f" {found}":
+            words = found.partition("error: ")[2]
+            return InputError("vLLM's options", words, "`vllm serve --help=all` lists them all")
+        return ServerError(f"the server {ended(code)} {when}: {self._verdict()}")
+
+    def halted(self, what: str) -> ServerError:
+        """The error for a server that runs and does not go on; it is given no more time."""
+        self.stuck = True
+        where = f"stage {self.progress.where()}; {self.doing()}"
+        return ServerError(f"the server {what}: {where}; {self._log()}")
+
+    def doing(self) -> str:
+        """Which of its processes do not run, and the last line that it wrote."""
+        return halted(self.group, self.progress.names, self.progress.last)
+
+    def _verdict(self) -> str:
+        return f"{verdict(self.log, list(self.lines))}; {self._log()}"
+
+    def _log(self) -> str:
+        lost = f" (the log is not complete: {self.log_error})" if self.log_error else ""
+        return f"its whole output: {self.log}{lost}"
 
 
 @contextmanager
@@ -215,43 +184,3 @@ def interruptible() -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def serve(
-    file: str | Path, host: str = LOCAL, port: int = 8000, options: Sequence[str] = ()
-) -> None:
-    """Serve a file until Ctrl-C, SIGTERM, or the end of the server.
-
-    vLLM's output goes to stderr; the command and the endpoint go to stdout.
-
-    Raises:
-        InputError: the file or the port cannot be used; nothing was started.
-        ServerError: the server failed.
-    """
-    from glm5lab.gguf.url import local_path
-    from glm5lab.loading.prepare import is_prepared, open_prepared, prepare
-
-    file = local_path(file, "serve")
-    if is_prepared(file):
-        open_prepared(file)
-    else:
-        prepare(file)
-    server = Server.of_file(file, host, port, options, echo=_to_stderr)
-    assignments = [f"{name}={value}" for name, value in server.settings.items()]
-    print(shlex.join([*assignments, *server.command]), flush=True)
-    try:
-        with interruptible(), server:
-            seconds = server.wait_ready(timeout_s=None, say=_to_stderr)
-            print(
-                f"ready after {seconds:.0f} s: {server.url}/v1 (OpenAI API); Ctrl-C stops it",
-                flush=True,
-            )
-            code = server.wait()
-            raise ServerError(server._failure(f"ended with code {code}"))
-    except KeyboardInterrupt:
-        shutil.rmtree(server.log.parent, ignore_errors=True)
-        print("stopped", flush=True)
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
