@@ -28,3 +28,16 @@ def diagnosed(content: bytes | str, block: int = 1 << 20) -> Diagnosis:
         scanner.read([splitter.feed(content[start : start + block])])
     scanner.read([splitter.end()])
     return diagnose([scanner.scan])
+
+
+TAG = "ERROR 11-29 20:13:26 [multiproc_executor.py:1057]"
+
+
+def crash(messages: list[str], stage: str = "", first_error: str = "") -> str:
+    """The log of a start of four workers, of which the fourth says `messages` and ends.
+
+    The others fail after it in ways that name no cause; `first_error` comes before them all.
+    """
+    worker = [f"(Worker_TP3 pid=1004) {TAG} {text}" for text in messages]
+    before, after = ((FOLDER / f"crash-{name}.txt").read_text() for name in ("before", "after"))
+    return before + stage + first_error + "\n".join(worker) + "\n" + after

@@ -5,8 +5,9 @@ import sys
 from typing import Any
 
 import pytest
-from doctor_logs import CASES, diagnosed, log
+from doctor_logs import CASES, crash, diagnosed, log
 
+from glm5lab.serving.doctor.lines import parse as parse_line
 from glm5lab.serving.doctor.rules import LAYERS, Rule, book, parse
 from glm5lab.serving.doctor.verdict import FIELDS
 
@@ -70,7 +71,7 @@ def test_every_rule_is_complete() -> None:
 
 def test_a_wrong_rule_is_named() -> None:
     entry = {"id": "x", "role": "root", "words": ["a"], "pattern": "(", "layer": "kernel"}
-    content = {"rule": [entry], "place": [], "stage": [], "silence": []}
+    content = {"rule": [entry], "place": [], "stage": [], "silence": [], "absence": {}}
     with pytest.raises(ValueError, match="rule x"):
         parse(content)
     with pytest.raises(ValueError, match="rule x: role root, layer moon"):
@@ -94,3 +95,26 @@ def test_only_the_standard_library_is_loaded() -> None:
         [sys.executable, "-S", "-c", code, name], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "['glm5lab']"
+
+
+@pytest.mark.parametrize(
+    "rule", [r for r in RULES if r.role in ("root", "late")], ids=lambda rule: rule.id
+)
+def test_rule_among_the_errors_of_other_ranks(rule: Rule) -> None:
+    """One rank has the cause; the front end, the engine and the other ranks only follow."""
+    lines = [parse_line(0, line.encode()) for line in rule.example.strip().splitlines()]
+    messages = [line.text for line in lines if line.level not in ("INFO", "WARNING")]
+    before = [line.whole for line in lines if line.level in ("INFO", "WARNING")]
+    stage = "".join(f"{line}\n" for line in before)
+    for first in ("", "[rank0]:[W1129 20:13:26.8 TCPStore.cpp:125] [c10d] recvValue failed\n"):
+        found = diagnosed(crash(messages, stage, first))
+        assert (found.verdict, found.rule, found.layer) == ("failed", rule.id, rule.layer)
+        if found.rank is not None and "Worker_TP" in found.rank:
+            assert (found.rank, found.pid) == ("Worker_TP3", 1004)
+        assert len(found.symptoms) >= 5
+
+
+def test_a_worker_that_vanished_while_loading() -> None:
+    """No traceback of the worker that ended, only of others that lost it: absence is the sign."""
+    found = diagnosed(crash([]))
+    assert (found.verdict, found.layer, found.stage) == ("failed", "memory", "loading")

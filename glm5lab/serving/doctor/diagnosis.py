@@ -6,7 +6,7 @@ from typing import Any
 
 from glm5lab.serving.doctor.events import Event, Run, Scan
 from glm5lab.serving.doctor.rules import book
-from glm5lab.serving.doctor.stuck import stall, unfinished
+from glm5lab.serving.doctor.stuck import stall, unfinished, vanished
 from glm5lab.serving.doctor.verdict import Diagnosis
 from glm5lab.serving.doctor.wording import DURING, evidence, filled, safe
 
@@ -42,17 +42,19 @@ def _of_scan(scan: Scan) -> Diagnosis:
 
 def _of_run(scan: Scan, run: Run) -> Diagnosis:
     live = [e for e in run.events if not _overcome(run, e)]
-    causes = [e for e in live if e.role in WEIGHTS]
     fatal = [e for e in live if e.rule is not None and e.rule.fatal]
+    # A request that fails for a reason that no rule knows does not end a server that is ready.
+    known = [e for e in live if e.role != "unknown" or fatal or not run.ready]
+    causes = [e for e in known if e.role in WEIGHTS]
     grave = [e.number for e in causes if WEIGHTS[e.role] > WEIGHTS["weak"]]
     if found := stall(scan, run, min(grave, default=0)):
         return _failure(scan, run, found, "hang") if isinstance(found, Event) else found
     if causes:
         best = min(causes, key=lambda e: (-WEIGHTS[e.role], _doubt(e), e.number))
-        if not (_doubt(best) and not fatal and run.ready):
-            return _failure(scan, run, best)
+        lost = best.role == "weak" and best.rule is not None and best.rule.layer == "distributed"
+        return (vanished(scan, run, fatal) if lost else None) or _failure(scan, run, best)
     if fatal:
-        return _failure(scan, run, fatal[0])
+        return vanished(scan, run, fatal) or _failure(scan, run, fatal[0])
     return _unfailed(scan, run)
 
 
@@ -150,6 +152,9 @@ def _symptoms(scan: Scan, run: Run, cause: Event) -> list[dict[str, Any]]:
 
 def _unfailed(scan: Scan, run: Run) -> Diagnosis:
     """Nothing failed: degraded, healthy, stuck while starting, or a log that ends too early."""
+    served = [e for e in run.events if e.number > run.ready > 0 and e.role in ("root", "late")]
+    if served and not run.shutdown:
+        return _failure(scan, run, served[0], "degraded")
     for event in run.events:
         # Requests turned away for want of a key are the client's affair while others succeed.
         others = event.rule is not None and event.rule.id == "unauthorized" and run.posts

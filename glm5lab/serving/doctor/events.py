@@ -22,7 +22,10 @@ HEAD = "Traceback (most recent call last)"
 CHAIN = re.compile(
     r"^(?:The above exception was the direct cause of|During handling of the above exception)"
 )
-PROCESS_HEAD = re.compile(r"^Process (?P<name>[A-Za-z][\w.-]*):$")
+PROCESS_HEAD = re.compile(r"^Process (?P<name>[A-Za-z][\w.:-]*?):$")
+# Files whose records name no process in old versions, and who writes them.
+WRITERS = {"core.py": "EngineCore", "core_client.py": "APIServer", "async_llm.py": "APIServer",
+           "api_server.py": "APIServer", "launcher.py": "APIServer"}  # fmt: skip
 # Frames that only the front end's process has.
 FRONT_END = (b"entrypoints/", b"bin/vllm", b"core_client.py", b"v1/engine/utils.py")
 
@@ -56,7 +59,7 @@ class Trace:
             if frame := FRAME.search(raw):
                 words = (frame["file"], b" in ", frame["function"] or b"")
                 found.append(b"".join(words).decode("utf-8", "replace").rstrip())
-        return "\n".join(found)
+        return "\n".join(found).replace("\\", "/")
 
 
 @dataclass(slots=True, eq=False)
@@ -188,6 +191,8 @@ class Scan:
             )
         if event.line.pid:
             return title(self.names.get(event.line.pid, ""), event.line.pid), event.line.pid
+        if event.line.source in WRITERS:
+            return WRITERS[event.line.source], None
         if event.trace is not None and event.trace.owner:
             return event.trace.owner, self._pid_of(event.trace.owner)
         if event.trace is not None and event.trace.front_end:

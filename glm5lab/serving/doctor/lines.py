@@ -32,6 +32,8 @@ UVICORN = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,5}")
 GLOG = re.compile(
     r"\[(?P<level>[IWEF])(?P<month>\d\d?)(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)\.\d+ [^\]]*\] ?"
 )
+# NCCL's own lines: gpu-node:4123:4187 [3] NCCL WARN ...
+NCCL = re.compile(r"[\w.-]+:(?P<pid>\d+):\d+ \[\d+\] (?=.*NCCL )")
 GLOG_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 
@@ -92,6 +94,8 @@ def parse(number: int, raw: bytes) -> Line:
     elif header := GLOG.match(whole, at):
         at, level = header.end(), GLOG_LEVELS[header["level"]]
         time = f"{int(header['month']):02}-{header['day']} {header['clock']}"
+    elif header := NCCL.match(whole, at):
+        at, pid = header.end(), pid or int(header["pid"])
     elif header := UVICORN.match(whole, at):
         at, level = header.end(), header["level"]
     # Records of Ray's workers carry the tag of the driver and then their own after the header.

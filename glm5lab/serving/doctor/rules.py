@@ -62,13 +62,17 @@ Entry = TypeVar("Entry", Rule, Stage)
 
 @dataclass(frozen=True)
 class Silence:
-    """What it means that a start stops at a stage; `bare`: even where the log merely ends there."""
+    """What it means that a start stops at a stage for some minutes.
+
+    `bare`: even where the log merely ends there.
+    """
 
     stage: str
     layer: str
     cause: str
     fix: str
     confirm: str
+    minutes: int = 0
     bare: bool = False
 
 
@@ -85,6 +89,7 @@ class Book:
     places: tuple[tuple[re.Pattern[str], str], ...]
     stages: tuple[Stage, ...]
     silences: dict[str, Silence]
+    absence: Silence
     rules_by_word: dict[bytes, tuple[Rule, ...]]
     stages_by_word: dict[bytes, tuple[Stage, ...]]
     keys: frozenset[bytes]
@@ -127,6 +132,7 @@ def parse(content: dict[str, Any]) -> Book:
         places=tuple((re.compile(e["frames"]), e["layer"]) for e in content["place"]),
         stages=stages,
         silences={e["stage"]: Silence(**e) for e in content["silence"]},
+        absence=Silence(**content["absence"]),
         rules_by_word=_index(rules),
         stages_by_word=_index(stages),
         keys=keys,

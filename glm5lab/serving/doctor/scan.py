@@ -48,7 +48,7 @@ class Scanner:
         self.book = rules or book()
         self.scan = Scan(file)
         self._traces: dict[bytes, Trace] = {}
-        self._owner = ""
+        self._owner = self._time = ""
         self._dull: dict[bytes, int] = {}
         self._repeats: dict[bytes, int] = {}
 
@@ -163,6 +163,7 @@ class Scanner:
         """A line that may matter."""
         line = parse(number, raw)
         self.scan.know(line)
+        line.time = self._time = line.time or self._time
         if words & WAIT_WORDS and WAITING.search(line.text):
             self.scan.run.waits.append(line)
         key = _key(raw)
@@ -214,7 +215,9 @@ class Scanner:
                 self.scan.runs = [*self.scan.runs[:1], *self.scan.runs[1:][-6:], run]
             if stage.rank >= run.rank:
                 run.rank, run.stage = stage.rank, stage.name
-                run.marks[stage.name] = line
+                # Ranks announce themselves in any order; the start of NCCL comes after that.
+                if b"nccl" in words or "nccl" not in getattr(run.marks.get(stage.name), "text", ""):
+                    run.marks[stage.name] = line
             if stage.name == "ready":
                 run.ready = line.number
         if SPARSE.search(line.text):
@@ -263,9 +266,12 @@ class Scanner:
 
 
 def _key(raw: bytes) -> bytes:
-    """What tells the lines of one process from those of others: its tag, as it stands."""
+    """What tells the lines of one process from those of others: its innermost tag."""
     at = raw.find(b"pid=", 0, PREFIX)
     if at < 0:
         at = raw.find(b"[rank", 0, PREFIX)
         return raw[at : raw.find(b"]", at)] if at >= 0 else b""
-    return raw[at : raw.find(b")", at)]
+    end = raw.find(b")", at)
+    while raw[end + 1 : end + 3] == b" (" and (inner := raw.find(b"pid=", end, end + 60)) >= 0:
+        at, end = inner, raw.find(b")", inner)
+    return raw[at:end]

@@ -9,9 +9,7 @@ from glm5lab.serving.doctor.verdict import Diagnosis
 from glm5lab.serving.doctor.wording import DURING, evidence
 
 STALLED = 4  # reports in a row without a token for running requests: 40 seconds
-SILENT_MINUTES = 10
-# Lines that say nothing goes on, for which compiling and capturing have more patience.
-PATIENT, MORE_PATIENT = 3, 20
+TOLD = 3  # lines such as `no new lines`
 HANG_WEIGHT = 25
 
 
@@ -65,10 +63,10 @@ def unfinished(scan: Scan, run: Run) -> Diagnosis:
     last = _last(scan)
     mark, silence = run.marks.get(run.stage), book().silences.get(run.stage)
     if mark is not None and silence is not None:
-        waits = sum(line.number > mark.number for line in run.waits)
-        patient = PATIENT if run.stage in ("loading", "distributed") else MORE_PATIENT
-        passed = _minutes(mark.time, last.time if last is not None else "")
-        quiet = waits >= patient or passed >= SILENT_MINUTES
+        since = [line for line in run.waits if line.number > mark.number]
+        told = sum("block found" not in line.text for line in since)
+        passed = max(_minutes(mark.time, last.time if last is not None else ""), len(since) - told)
+        quiet = told >= TOLD or passed >= silence.minutes
         if quiet or silence.bare:
             return _silent(scan, mark, silence, 0.8 if quiet else 0.5)
     if run.rank < 0:
@@ -82,6 +80,26 @@ def unfinished(scan: Scan, run: Run) -> Diagnosis:
         evidence=evidence(scan, last) if last is not None else None,
         confidence=0.3,
         fix="Give the whole log, or wait for it with --follow.",
+    )
+
+
+def vanished(scan: Scan, run: Run, symptoms: list[Event]) -> Diagnosis | None:
+    """A process that ended while weights were read and left no traceback: it was killed."""
+    if run.stage != "loading" or not symptoms:
+        return None
+    absence, line = book().absence, symptoms[0].line
+    return Diagnosis(
+        "failed",
+        run.stage,
+        absence.cause,
+        layer=absence.layer,
+        fix=absence.fix,
+        confirm=absence.confirm,
+        evidence=evidence(scan, next((e.line for e in symptoms if e.exception), line)),
+        confidence=0.5,
+        weight=10,
+        time=line.time,
+        rule="vanished",
     )
 
 
