@@ -1,5 +1,7 @@
 """Every kernel once on tiny inputs: run under compute-sanitizer by test_sanitizer.py."""
 
+from unittest.mock import patch
+
 import test_indexer_kernels
 import test_shared_rows
 import test_sparse_mla
@@ -35,6 +37,8 @@ def attention():
     case = test_shared_rows.make_neighbours(BF16, 9, 8, 64, 40, 16, 0.8)
     q, kv, indices, lengths = on_gpu(case)
     sparse_mla_shared(q, kv, indices, 0.06, lengths)
+    with patch("glm5lab.attention.shared_rows.fits_hopper", return_value=False):
+        sparse_mla_shared(q, kv, indices, 0.06, lengths)
 
 
 def indexer():

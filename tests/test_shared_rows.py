@@ -1,5 +1,7 @@
 """Shared rows for neighbouring tokens: the same result as the reference, token by token."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from interpreted import run_interpreted
@@ -14,6 +16,15 @@ CASES = [
     (5, 4, 0, 33, 7, 0.5),
     (3, 20, 64, 17, 0, 1.0),
     (6, 1, 64, 16, 0, 0.0),
+]
+# Too long for the interpreter: many blocks a union, groups of one token, several programs a group.
+GPU_CASES = [
+    (37, 8, 64, 300, 64, 0.8),
+    (17, 8, 0, 1000, 0, 0.5),
+    (9, 1, 64, 700, 0, 0.9),
+    (5, 12, 64, 500, 7, 0.8),
+    (3, 64, 64, 200, 0, 0.5),
+    (2, 128, 0, 129, 16, 0.0),
 ]
 
 
@@ -39,35 +50,116 @@ def make_neighbours(dtype, tokens, heads, rope, top_k, page_size, overlap, rows=
     return q, apart(kv, page_size) if page_size else kv, indices, lengths
 
 
-def compare_with_reference(device, dtypes):
+def compare_with_reference(device, dtypes, cases=CASES, rows=160):
     """Raises where the kernels and the reference differ."""
     from glm5lab.attention.shared_rows import sparse_mla_shared
 
     for dtype in dtypes:
-        for case in CASES:
+        for case in cases:
             tokens, heads, rope, top_k, page_size, overlap = case
-            made = make_neighbours(dtype, tokens, heads, rope, top_k, page_size, overlap)
+            made = make_neighbours(dtype, tokens, heads, rope, top_k, page_size, overlap, rows)
             q, kv, indices, lengths = (x.to(device) for x in made)
             for given in (None, lengths):
                 out = torch.full((tokens, heads, 512), float("nan"), dtype=dtype, device=device)
                 _, lse = sparse_mla_shared(q, kv, indices, 0.06, given, out=out)
-                exact = reference.sparse_mla(q.double(), kv.double(), indices, 0.06, given)
-                error = (out.double() - exact[0]).norm() / exact[0].norm().clamp_min(1e-30)
-                assert error < TOLERANCE[dtype], (case, dtype, float(error))
-                torch.testing.assert_close(lse.double(), exact[1], rtol=0, atol=LSE_TOLERANCE)
-                assert torch.all(out[lse == float("-inf")] == 0)
+                check(out, lse, reference.sparse_mla(q.double(), kv.double(), indices, 0.06, given))
+
+
+def check(out, lse, exact):
+    """Raises where output or LSE are not those of the reference."""
+    error = (out.double() - exact[0]).norm() / exact[0].norm().clamp_min(1e-30)
+    assert error < TOLERANCE[out.dtype], (out.shape, out.dtype, float(error))
+    torch.testing.assert_close(lse.double(), exact[1], rtol=0, atol=LSE_TOLERANCE)
+    assert torch.all(out[lse == float("-inf")] == 0)
+
+
+def compare_in_spans(device, dtypes):
+    """As above, the marks of a program covering 14 to 64 slots of the cache at a time."""
+    from glm5lab.attention import shared_rows_union
+
+    with patch.object(shared_rows_union, "SPAN_WORDS", 2):
+        compare_with_reference(device, dtypes)
+
+
+def compare_doubled(device, dtypes):
+    """Slots that a token names twice, beside each other and far apart, count once."""
+    from glm5lab.attention.shared_rows import sparse_mla_shared
+
+    for dtype in dtypes:
+        q, kv, indices, _ = make_neighbours(dtype, 9, 8, 64, 40, 0, 0.8)
+        once = torch.cat([indices, torch.full_like(indices, -1)], 1).to(device)
+        twice = torch.cat([indices, indices.roll(3, 1)], 1).to(device)
+        twice[:, 1] = twice[:, 0]
+        once[:, 1] = -1
+        twice[:, 44] = -1  # where the slot that column 1 had stands again
+        q, kv = q.to(device), kv.to(device)
+        out, lse = sparse_mla_shared(q, kv, twice, 0.06)
+        check(out, lse, reference.sparse_mla(q.double(), kv.double(), once, 0.06))
+
+
+@pytest.fixture(params=["hopper", "any GPU"])
+def form(request):
+    """Both forms of the kernel; where the GPU is no Hopper, they are the same."""
+    from glm5lab.attention import shared_rows
+
+    if request.param == "hopper":
+        yield
+    else:
+        with patch.object(shared_rows, "fits_hopper", return_value=False):
+            yield
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_equals_the_reference_on_the_gpu(dtype):
+def test_equals_the_reference_on_the_gpu(dtype, form):
     compare_with_reference("cuda", [dtype])
+    compare_with_reference("cuda", [dtype], GPU_CASES, rows=3000)
+    compare_in_spans("cuda", [dtype])
+    compare_doubled("cuda", [dtype])
+
+
+@pytest.mark.gpu
+def test_a_cache_beyond_4_gb(form):
+    from glm5lab.attention.shared_rows import sparse_mla_shared
+
+    rows = 4_000_000
+    q, few, indices, _ = make_neighbours(torch.bfloat16, 9, 8, 64, 60, 0, 0.8)
+    kv = torch.zeros(rows, 576, dtype=torch.bfloat16, device="cuda")
+    kv[-len(few) :] = few.cuda()
+    far = torch.where(indices < 0, indices, indices + rows - len(few)).cuda()
+    out, lse = sparse_mla_shared(q.cuda(), kv, far, 0.06)
+    check(out.cpu(), lse.cpu(), reference.sparse_mla(q.double(), few.double(), indices, 0.06))
+
+
+@pytest.mark.gpu
+def test_other_tokens_lengths_and_caches_compile_nothing_new(form):
+    from glm5lab.attention import shared_rows, shared_rows_hopper, shared_rows_union
+
+    kernels = [shared_rows._attend_shared_kernel, shared_rows_union._union_kernel]
+    kernels.append(shared_rows_hopper._attend_hopper_kernel)
+
+    def compiled():
+        return sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels)
+
+    def run(tokens, top_k, rows):
+        case = make_neighbours(torch.bfloat16, tokens, 8, 64, top_k, 0, 0.8, rows)
+        q, kv, indices, lengths = (x.cuda() for x in case)
+        shared_rows.sparse_mla_shared(q, kv, indices, 0.06, lengths)
+
+    run(9, 64, 160)
+    before = compiled()
+    assert before >= 2
+    for tokens, top_k, rows in ((1, 64, 160), (16, 17, 97), (40, 200, 3000)):
+        run(tokens, top_k, rows)
+    assert compiled() == before
 
 
 def test_equals_the_reference_in_the_interpreter():
     run_interpreted(
         "import test_shared_rows as t, test_sparse_mla as s;"
-        "t.compare_with_reference('cpu', s.INTERPRETED)"
+        "t.compare_with_reference('cpu', s.INTERPRETED);"
+        "t.compare_in_spans('cpu', s.INTERPRETED[:1]);"
+        "t.compare_doubled('cpu', s.INTERPRETED[:1])"
     )
 
 

@@ -23,6 +23,8 @@ MODULES = (
     "glm5lab.attention.sparse_mla",
     "glm5lab.attention.sparse_mla_fp8",
     "glm5lab.attention.shared_rows",
+    "glm5lab.attention.shared_rows_hopper",
+    "glm5lab.attention.shared_rows_union",
     "glm5lab.attention.indexer",
     "glm5lab.attention.indexer_paged",
     "glm5lab.attention.kv_cache",
@@ -139,6 +141,7 @@ def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, by
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     kernel = getattr(import_module(module), c.kernel)
     names = [p.name for p in kernel.params]
@@ -153,8 +156,9 @@ def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, by
         and (signature[p.name].startswith("*") or p.name.startswith("stride_"))
     }
     constants = {(names.index(n),): value for n, value in c.constants.items()}
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
+        source(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": c.warps, **c.options},
     )

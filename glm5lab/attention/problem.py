@@ -97,3 +97,20 @@ class Parts:
     count: int
     places: int
     early: bool
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The distinct slots of each group of neighbouring tokens.
+
+    Attributes:
+        slots: [groups, capacity] int32.
+        members: [groups, capacity] uint8, bit i set where the group's token i names the slot.
+        counts: [groups] int32, places in use.
+        group: tokens a group.
+    """
+
+    slots: torch.Tensor
+    members: torch.Tensor
+    counts: torch.Tensor
+    group: int
