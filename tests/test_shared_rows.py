@@ -18,11 +18,12 @@ CASES = [
     (6, 1, 64, 16, 0, 0.0),
 ]
 # Too long for the interpreter: many blocks a union, groups of one token, several programs a group.
+# Where they can they use what the cases above have compiled.
 GPU_CASES = [
-    (37, 8, 64, 300, 64, 0.8),
+    (37, 8, 64, 300, 16, 0.8),
     (17, 8, 0, 1000, 0, 0.5),
     (9, 1, 64, 700, 0, 0.9),
-    (5, 12, 64, 500, 7, 0.8),
+    (5, 20, 64, 500, 0, 0.8),
     (3, 64, 64, 200, 0, 0.5),
     (2, 128, 0, 129, 16, 0.0),
 ]
@@ -112,10 +113,15 @@ def form(request):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_equals_the_reference_on_the_gpu(dtype, form):
-    compare_with_reference("cuda", [dtype])
-    compare_with_reference("cuda", [dtype], GPU_CASES, rows=3000)
-    compare_in_spans("cuda", [dtype])
+    # Half a minute of compiling is enough: float16 differs from bfloat16 in one instruction.
+    compare_with_reference("cuda", [dtype], CASES[:2] if dtype == torch.float16 else CASES)
     compare_doubled("cuda", [dtype])
+
+
+@pytest.mark.gpu
+def test_long_unions_and_many_heads(form):
+    compare_with_reference("cuda", [torch.bfloat16], GPU_CASES, rows=3000)
+    compare_in_spans("cuda", [torch.bfloat16])
 
 
 @pytest.mark.gpu
