@@ -59,3 +59,74 @@ def kernels(
     if arch and not re.fullmatch(r"sm\d{2,3}", arch):
         raise InputError("--arch", f"{arch!r} is no architecture", "give one such as sm120")
     run(out, typer.echo, arch)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Parse "1,4,16"; typer reports the error."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: write counts such as 1,4,16") from None
+    if min(counts) < 1:
+        raise typer.BadParameter(f"{text!r}: each count is at least 1")
+    return counts
+
+
+@app.command()
+def server(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Of the server, http://HOST:PORT.")
+    ] = None,
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Requests under way at once.")
+    ] = "1,4,16",
+    prompts: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Prompt lengths in tokens.")
+    ] = "128,1024",
+    output: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
+    requests: Annotated[
+        int | None,
+        typer.Option(help="Of each point. Default: four for each at once, at least 8.", min=1),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="VLLM_API_KEY", metavar="KEY", help="The server's.", show_envvar=True),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
+    ] = None,
+    chart: Annotated[Path | None, typer.Option(metavar="HTML", help="Draw them there.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Two files of --json side by side; measures nothing."),
+    ] = None,
+) -> None:
+    """Layer 5: time to the first token, per token, and throughput, by vLLM's own benchmark."""
+    from glm5lab.serving.bench import LOST, Grid, bench_server, comparison, read_result
+    from glm5lab.views.server_speed import (
+        bench_header,
+        bench_line,
+        comparison_text,
+        speed_figure,
+    )
+
+    if (url is None) == (compare is None):
+        raise typer.BadParameter("give either the server's URL or --compare A B")
+    require_writable(out)
+    require_writable(chart)
+    if compare is not None:
+        results = [read_result(path) for path in compare]
+        rows = comparison(*results)
+        typer.echo(comparison_text(rows))
+        write_json(out, {"before": str(compare[0]), "after": str(compare[1]), "rows": rows})
+        if chart is not None:
+            speed_figure(*results, names=[path.stem for path in compare]).write_html(chart)
+        return
+    grid = Grid(str(url), _counts(concurrency), _counts(prompts), output, requests, api_key)
+    typer.echo(bench_header())
+    result = bench_server(grid, lambda row: typer.echo(bench_line(row)))
+    write_json(out, result)
+    if chart is not None:
+        speed_figure(result).write_html(chart)
+    if not result["ok"]:
+        raise CheckError(LOST)

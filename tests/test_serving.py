@@ -3,6 +3,7 @@
 Two servers are started in all; the rest of the tests share the first.
 """
 
+import json
 import os
 import signal
 import socket
@@ -119,6 +120,27 @@ def test_glm5lab_serve_refuses_the_port_of_a_running_server(server, sample_f32, 
     assert answer.stderr.startswith(f"glm5lab: port {port}: is in use on 127.0.0.1;")
     assert len(answer.stderr.splitlines()) == 1
     assert answer.stdout == ""
+
+
+def test_vllms_benchmark_measures_it(server, tmp_path):
+    out = tmp_path / "out.json"
+    words = ["--concurrency", "1,3", "--prompts", "9", "--output", "4", "--requests", "3"]
+    answer = subprocess.run(
+        [*GLM5LAB, "bench", "server", server.url, *words, "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert answer.returncode == 0, answer.stderr
+    result = json.loads(out.read_text())
+    assert [row["concurrency"] for row in result["rows"]] == [1, 3]
+    for row in result["rows"]:
+        assert (row["completed"], row["failed"]) == (3, 0)
+        assert row["output_tokens_per_s"] * row["seconds"] == pytest.approx(12, rel=0.01)
+        assert row["total_tokens_per_s"] * row["seconds"] == pytest.approx(39, rel=0.01)
+        assert 0 < row["ttft_ms"]["median"] <= row["e2el_ms"]["median"]
+    assert (result["server"]["vocabulary"], result["ok"]) == (512, True)
+    assert len(answer.stdout.splitlines()) == 4
 
 
 def listening(port):

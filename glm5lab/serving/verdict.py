@@ -4,8 +4,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from glm5lab.errors import InputError
+from glm5lab.serving.doctor import examine
 from glm5lab.serving.leash import states
-from glm5lab.serving.process import first_error
+from glm5lab.serving.process import LONGEST, first_error
 
 # Letters of proc(5) for a process that a signal or a debugger has stopped.
 STOPPED = "tT"
@@ -23,13 +25,20 @@ def ended(code: int) -> str:
 
 
 def verdict(log: Path, lines: Sequence[str]) -> str:
-    """The cause that a log names.
+    """The cause that a log names: the doctor's words, else the first error.
 
     Args:
-        log: the whole output.
-        lines: its end, for a log that could not be written.
+        log: the whole output, if it could be written.
+        lines: its end.
     """
-    return first_error(lines)
+    try:
+        found = examine([str(log)]) if log.is_file() else None
+    except InputError:
+        found = None
+    if found is None or found.layer is None or not found.cause:
+        return first_error(lines)
+    said = found.evidence["text"] if found.evidence else ""
+    return "; ".join(filter(None, [f"{found.layer}: {found.cause}", said[:LONGEST], found.fix]))
 
 
 def halted(group: int, names: Mapping[int, str], last: str) -> str:
