@@ -209,6 +209,10 @@ class LoggedProcess:
         process = self._process
         if process is None:
             return
+        # A stopped process takes no other signal, and a stopped leash passes none on.
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)
         try:
             for signum, seconds in ((signal.SIGINT, patience_s), (signal.SIGTERM, 5.0)):
                 if process.poll() is None:

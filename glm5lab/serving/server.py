@@ -26,6 +26,7 @@ from glm5lab.serving.command import (
     url,
     usable_port,
 )
+from glm5lab.serving.leash import cpu_seconds
 from glm5lab.serving.process import LoggedProcess
 from glm5lab.serving.progress import Progress
 from glm5lab.serving.verdict import ended, halted, verdict
@@ -34,6 +35,8 @@ POLL_S = 0.25
 SAY_S = 30.0
 # Seconds that a stuck engine gets to end by itself.
 STUCK_PATIENCE_S = 5.0
+# Stages in which processes import, and how long is looked whether they do.
+IMPORTING, COMPUTES_S = ("imports", "engine"), 2.0
 USAGE = 2  # vLLM's exit code for options that it does not know
 
 
@@ -132,7 +135,7 @@ class Server(LoggedProcess):
             now = time.monotonic()
             if timeout_s is not None and now - began > timeout_s:
                 raise self.halted(f"was not ready after {now - began:.0f} s")
-            if stall_s is not None and self.progress.quiet_s > stall_s:
+            if stall_s is not None and self.progress.quiet_s > stall_s and not self._computes():
                 quiet = f"has written nothing for {self.progress.quiet_s:.0f} s"
                 raise self.halted(f"is stuck, {now - began:.0f} s after its start: it {quiet}")
             if say is not None and (now - said > SAY_S or self.progress.stage != stage):
@@ -140,6 +143,17 @@ class Server(LoggedProcess):
                 say(self.progress.waiting())
             time.sleep(POLL_S)
         return time.monotonic() - began
+
+    def _computes(self) -> bool:
+        """Whether it is still importing, which is silent and takes a slow disk's time.
+
+        Later a process that computes may well wait for another one, which is no progress.
+        """
+        if self.progress.stage not in IMPORTING:
+            return False
+        before = cpu_seconds(self.group)
+        time.sleep(COMPUTES_S)
+        return cpu_seconds(self.group) - before > COMPUTES_S / 10
 
     def failed(self, when: str) -> ServerError | InputError:
         """The error for a server that has ended by itself."""
