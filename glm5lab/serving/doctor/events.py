@@ -128,6 +128,10 @@ class Run:
         """Something failed in it that was not asked to stop."""
         return any(e.role in ("root", "late", "weak", "unknown", "symptom") for e in self.events)
 
+    def has_enough(self, exception: bool) -> bool:
+        """Exceptions (or mere errors) that no rule knows would only be counted from here on."""
+        return self.counts.get(f"?{exception}", 0) >= KEPT_OF_A_RULE
+
     def add(self, event: Event) -> None:
         """Keep an event, or only count it."""
         key = event.rule.id if event.rule is not None else f"?{event.exception}"
