@@ -182,6 +182,8 @@ class Scan:
     def process(self, event: Event) -> tuple[str | None, int | None]:
         """Name and process id of whom an event is about, as the log has them."""
         groups = event.groups
+        if event.rule is not None and event.rule.whom:
+            return event.rule.whom, self._pid_of(event.rule.whom)
         named = next((groups[g] for g in ("proc", "proc2", "proc3") if groups.get(g)), "")
         text = next((groups[g] for g in ("pid", "pid2") if groups.get(g)), "")
         if text and text.isdigit():

@@ -32,14 +32,13 @@ EXTRA = {
     "waiting": "waiting for ",
 }
 EXTRA_QUIET = {
-    "shutdown": "[shutdown]",
+    "shutdown": "shutdown triggered",
     "shutting": "shutting down",
-    "signal": "signal=",
+    "signal": "trigger received signal",
     "sigterm": "received sigterm",
     "sigint": "received sigint",
     "keyboardinterrupt": "keyboardinterrupt",
     "stopping": "stopping ",
-    "parent": "parent process exited",
     "deactivated": "deactivated",
     "waiting": "waiting for ",
 }
@@ -60,6 +59,7 @@ class Rule:
     stages: tuple[str, ...] = ()
     quiet: bool = False
     fatal: bool = False
+    whom: str = ""
     cause: str = ""
     fix: str = ""
     confirm: str = ""

@@ -28,10 +28,11 @@ WAITING = re.compile(
     re.IGNORECASE,
 )
 WAIT_WORDS = frozenset({b"new", b"output", b"still", b"waiting", b"available"})
+# Somebody asked for the end; a process that ended by itself makes others shut down, too.
 SHUTDOWN = re.compile(
-    r"^Shutting down$|\[shutdown\] (?!.*unexpected)|Received (?:KeyboardInterrupt|SIG\w+)"
-    r"|trigger received signal|^KeyboardInterrupt\b|Stopping (?:the )?(?:vllm|glm)"
-    r"|Parent process exited, terminating|: Deactivated successfully",
+    r"^Shutting down$|\[shutdown\] API server: shutdown triggered"
+    r"|\[shutdown\] EngineCore: trigger received signal|Received (?:KeyboardInterrupt|SIG\w+)"
+    r"|^KeyboardInterrupt\b|Stopping (?:the )?(?:vllm|glm)|: Deactivated successfully",
 )
 SPARSE = re.compile(r"Resolved architecture: \w*(?:Dsa|V32)\w*")
 DENSE = re.compile(r"Using (?P<name>\w+) attention backend")
