@@ -104,6 +104,7 @@ class Run:
         progress: number of the last line that shows tokens being made.
         posts: number of the last request that was answered with 200.
         shutdown: number of the line with which a shutdown began that somebody asked for.
+        running: the last report of the engine has requests; None without a report.
         stalls: of each engine: how many reports in a row showed no tokens for running requests,
             and the first of them.
         waits: lines that say nothing goes on, the last 20 of them.
@@ -119,7 +120,7 @@ class Run:
     progress: int = 0
     posts: int = 0
     shutdown: int = 0
-    running: bool = False
+    running: bool | None = None
     stalls: dict[bytes, tuple[int, Line]] = field(default_factory=dict)
     waits: deque[Line] = field(default_factory=lambda: deque(maxlen=20))
 

@@ -24,7 +24,8 @@ READY = b"Application startup complete"
 START = b"non-default args"
 WAITING = re.compile(
     r"no new (?:lines|output|log)|no output (?:for|since)|still (?:waiting|hanging|stuck)"
-    r"|Waiting for \d+ local, \d+ remote core engine|No available .*block found in \d+ second",
+    r"|Waiting for (?:\d+ local, \d+ remote )?core engine|Waiting for creating a placement group"
+    r"|No available .*block found in \d+ second",
     re.IGNORECASE,
 )
 WAIT_WORDS = frozenset({b"new", b"output", b"still", b"waiting", b"available"})
