@@ -148,3 +148,16 @@ def doctor(
     write_json(out, result)
     if not result["ok"]:
         raise CheckError("the doctor missed a limit; see above")
+
+
+@app.command("top-k")
+def top_k(
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the verdicts there too.")
+    ] = None,
+) -> None:
+    """Layer 3: which top-k kernels are exact on hard cases: ours, and vLLM's own."""
+    from glm5lab.kernel_bench.report import run_top_k
+
+    if not run_top_k(out, typer.echo):
+        raise CheckError("our top-k was wrong; see above")
