@@ -113,7 +113,7 @@ class Run:
     events: list[Event] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     rank: int = -1
-    stage: str = "start"
+    stage: str = ""
     marks: dict[str, Line] = field(default_factory=dict)
     fatal: int = 0
     ready: int = 0
