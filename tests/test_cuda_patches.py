@@ -158,3 +158,32 @@ print(json.dumps(["import kernel_warmup" in source and "kernel_warmup(self)" in 
     assert called
     assert calls == ["vllm", "ours"]
     assert hooks == []  # with a hook of vLLM's own the patch may go
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 6), True), ((8, 9), False)])
+def test_gpus_before_ada_do_without_e4m3_conversions(capability, expected):
+    """The model's module needs compiled ones: sources are read, and a stub takes its place."""
+    code = """
+import types
+from pathlib import Path
+import vllm
+from vllm.v1.attention.backends.mla import indexer
+folder = Path(vllm.__file__).parent / "models/deepseek_v32"
+model, kernels = (folder / "attention.py").read_text(), (folder / "common/kernels.py").read_text()
+package = types.ModuleType("vllm.models.deepseek_v32")
+package.attention = types.ModuleType("vllm.models.deepseek_v32.attention")
+package.attention.fused_norm_rope = package.attention.fused_q = lambda: None
+for stub in (package, package.attention):
+    sys.modules[stub.__name__] = stub
+cuda_patches.do_without_e4m3_conversions(); cuda_patches.do_without_e4m3_conversions()
+from glm5lab.vllm_plugin import ampere
+print(json.dumps({
+    "needed": "import fused_norm_rope, fused_q" in model and "tl.float8e4nv" in kernels,
+    "replaced": [package.attention.fused_norm_rope is ampere.norm_rope,
+                 package.attention.fused_q is ampere.query,
+                 not indexer._supports_native_decode(2)],
+}))
+"""
+    found = run_pretended(capability, code)
+    assert found["needed"]
+    assert found["replaced"] == [expected] * 3

@@ -22,6 +22,7 @@ def parts() -> tuple[Callable[[], None], ...]:
         explain_choice,
         read_fp8_as_ds_mla,
         score_with_triton,
+        do_without_e4m3_conversions,
         warm_up_before_ready,
     )
 
@@ -128,6 +129,33 @@ def score_with_triton() -> None:
         # The op refuses to start without DeepGEMM, and the planner plans for it.
         (sparse_attn_indexer, "has_deep_gemm", lambda: True),
         (indexer, "has_deep_gemm", lambda: False),
+    ):
+        replace(owner, name, functools.partial(_instead, replacement))
+
+
+def do_without_e4m3_conversions() -> None:
+    """Replace GLM-5's fused norms, rotations and cache writes on GPUs before Ada.
+
+    Why: vLLM's kernels for them convert to e4m3 in Triton, which does so from SM89 on; the index
+    keys are e4m3 whatever the cache's dtype, so the model would not run at all. Its kernel that
+    packs ragged queries does so, too; with one row a query nothing is packed.
+    Upstream: vllm/models/deepseek_v32/common/kernels.py, fused_norm_rope and fused_q;
+    vllm/v1/attention/backends/mla/indexer.py, _supports_native_decode.
+    Goes when: vLLM's model runs on SM80.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.has_device_capability(89):
+        return
+    from vllm.models.deepseek_v32 import attention
+    from vllm.v1.attention.backends.mla import indexer
+
+    from glm5lab.vllm_plugin import ampere
+
+    for owner, name, replacement in (
+        (attention, "fused_norm_rope", ampere.norm_rope),
+        (attention, "fused_q", ampere.query),
+        (indexer, "_supports_native_decode", lambda next_n: next_n == 1),
     ):
         replace(owner, name, functools.partial(_instead, replacement))
 
