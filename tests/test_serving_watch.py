@@ -184,6 +184,16 @@ def test_an_engine_that_stands_still_is_ended(tmp_path):
     assert not marked(process.settings)
 
 
+def test_a_server_that_counts_nothing_is_not_watched(tmp_path):
+    engine = Engine()
+    engine.counts = engine.works = False
+    told: list[str] = []
+    code, ends = "import time; time.sleep(2)", pytest.raises(ServerError, match="ended with code 0")
+    with openai(engine) as url, server(code, tmp_path, url) as process, ends:
+        hold(process, Client(url), 0.4, told.append)
+    assert told == ["the server counts no tokens: an engine that stands still would not be noticed"]
+
+
 def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path):
     log = tmp_path / "full"
     log.symlink_to("/dev/full")
