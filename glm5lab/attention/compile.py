@@ -22,6 +22,8 @@ ARCHITECTURES = (80, 89, 90, 120, 121)
 MODULES = (
     "glm5lab.attention.sparse_mla",
     "glm5lab.attention.sparse_mla_fp8",
+    "glm5lab.attention.sparse_mla_hopper",
+    "glm5lab.attention.sparse_mla_hopper_fp8",
     "glm5lab.attention.shared_rows",
     "glm5lab.attention.shared_rows_hopper",
     "glm5lab.attention.shared_rows_union",

@@ -77,6 +77,20 @@ class Problem:
         pages = self.pages
         return self.kv.dim() == 3 and pages.stride(0) != pages.shape[1] * pages.stride(1)
 
+    @property
+    def copies_whole_chunks(self) -> bool:
+        """Whether the kernels for Hopper hold: GLM-5's widths, rows aligned to 16 bytes.
+
+        Beside fp8_ds_mla rows, whose rope columns are bfloat16, queries must be bfloat16 too.
+        """
+        rows, q = self.pages, self.q
+        aligned = rows.data_ptr() % 16 == 0 and q.data_ptr() % 16 == 0
+        aligned &= all(s * rows.itemsize % 16 == 0 for s in rows.stride()[:2])
+        aligned &= all(s % 16 == 0 for s in q.stride()[:2])
+        if self.fp8:
+            return aligned and q.dtype == torch.bfloat16 and rows.stride(1) == rows.shape[2]
+        return aligned and q.itemsize == 2 and self.d_v == 512 and self.rope in (0, 64)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -88,7 +102,8 @@ class Parts:
         strides: of out: token, part, head.
         count: programs that share a token's list.
         places: places of the list that one of them walks.
-        early: whether the merge may be launched before they have ended.
+        early: whether they may start before their predecessor has ended, and the merge before they
+            have.
     """
 
     out: torch.Tensor
@@ -97,6 +112,11 @@ class Parts:
     count: int
     places: int
     early: bool
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Launch options of the kernels that compute the parts."""
+        return {"launch_pdl": True} if self.early else {}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ kernel merges their results ("Flash-Decoding", 2023). Runs on GPUs, and on CPUs 
 TRITON_INTERPRET=1.
 """
 
+import os
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -29,6 +31,9 @@ from glm5lab.attention.tiles import (
     sparse_mla_tile,
     sparse_mla_tiles,
 )
+
+# Only on request: the form for Hopper over fp8_ds_mla rows has not run on a GPU yet.
+HOPPER_FP8 = os.environ.get("GLM5LAB_HOPPER_FP8", "0") == "1"
 
 
 @triton.jit(do_not_specialize=["heads", "top_k", "page_size", "part", "parts", "stride_it"])
@@ -62,7 +67,7 @@ def _attend_kernel(
     STAGES: tl.constexpr,
     PAGED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr,
+    EARLY: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Attend to rows in q's own dtype.
@@ -70,8 +75,9 @@ def _attend_kernel(
     The values' columns lie in two halves of BLOCK_V, which needs fewer registers than one tile
     (198 a thread instead of 255, compiled for sm_90).
     """
-    if LAUNCH_DEPENDENTS:
+    if EARLY:
         gdc_launch_dependents()
+        gdc_wait()
     i_t = tl.program_id(0).to(tl.int64)
     i_p = tl.program_id(2)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -166,7 +172,7 @@ def _merge_kernel(
     D_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    WAIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Merge parts: out = sum_p exp(lse_p - lse) out_p, lse = log sum_p exp(lse_p).
 
@@ -178,7 +184,9 @@ def _merge_kernel(
     o_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     o_p = tl.arange(0, BLOCK_P)
     o_part = (i_t * parts + o_p) * heads + i_h
-    if WAIT:
+    if EARLY:
+        # The next call's kernel may take its place; it waits for this one.
+        gdc_launch_dependents()
         gdc_wait()
     b_lse = tl.load(part_lse_ptr + o_part, mask=o_p < parts, other=float("-inf"))
     b_max = tl.max(b_lse, 0)
@@ -228,7 +236,14 @@ def sparse_mla(
     problem, out, lse = checked_problem(q, kv, indices, scale, lengths, d_v, out, check)
     if problem.tokens:
         device = INTERPRETER if triton_interpreted() else device_of(q.device.index or 0)
-        tile = sparse_mla_tile(device, problem.tokens, problem.heads, q.dtype.itemsize, problem.fp8)
+        tile = sparse_mla_tile(
+            device,
+            problem.tokens,
+            problem.heads,
+            q.dtype.itemsize,
+            problem.fp8,
+            problem.copies_whole_chunks and (HOPPER_FP8 or not problem.fp8),
+        )
         parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
         launch(problem, out, lse, device, tile, parts)
     return out, lse
@@ -282,7 +297,7 @@ def launch(
         tile: blocks, warps, stages.
         parts: programs that share a token's list; 1 writes the result at once.
     """
-    attend = attend_fp8 if problem.fp8 else _attend
+    attend = _form(problem, tile)
     blocks = triton.cdiv(max(problem.top_k, 1), tile.rows)
     places = triton.cdiv(blocks, parts) * tile.rows
     parts = triton.cdiv(blocks * tile.rows, places)
@@ -297,6 +312,20 @@ def launch(
     split = Parts(part_out, part_lse, strides, parts, places, device.dependent_launch)
     attend(problem, split, tile)
     _merge(problem, split, out, lse)
+
+
+def _form(problem: Problem, tile: Tile) -> Callable[[Problem, Parts, Tile], None]:
+    """What launches the kernel of a tile."""
+    if not tile.hopper:
+        return attend_fp8 if problem.fp8 else _attend
+    # Gluon is imported where its kernels run.
+    if problem.fp8:
+        from glm5lab.attention.sparse_mla_hopper_fp8 import attend_hopper_fp8
+
+        return attend_hopper_fp8
+    from glm5lab.attention.sparse_mla_hopper import attend_hopper
+
+    return attend_hopper
 
 
 def _merge(problem: Problem, split: Parts, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -315,9 +344,9 @@ def _merge(problem: Problem, split: Parts, out: torch.Tensor, lse: torch.Tensor)
         BLOCK_D=block_d,
         # Two capacities, so that another number of parts compiles nothing.
         BLOCK_P=8 if split.count <= 8 else MAX_PARTS,
-        WAIT=split.early,
+        EARLY=split.early,
         num_warps=4,
-        **({"launch_pdl": True} if split.early else {}),
+        **split.options,
     )
 
 
@@ -352,10 +381,11 @@ def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
         STAGES=tile.stages,
         PAGED=problem.paged,
         HAS_LENGTHS=problem.lengths is not None,
-        LAUNCH_DEPENDENTS=parts.early,
+        EARLY=parts.early,
         # Triton's interpreter multiplies bfloat16 wrongly, and its dot accumulates in fp32 anyway.
         DOT_FP32=triton_interpreted() or q.dtype == torch.float32,
         num_warps=tile.warps,
+        **parts.options,
         **tile.options,
     )
 
@@ -389,7 +419,8 @@ def compilations(device: Device) -> list[Compilation]:
     types = {"q_ptr": "*bf16", "kv_ptr": "*bf16"}
     types |= {"indices_ptr": "*i32", "lengths_ptr": "*i32", "lse_ptr": "*fp32"}
     found = []
-    for tile in sparse_mla_tiles(device, itemsize=2):
+    tiles = [t for t in sparse_mla_tiles(device, itemsize=2) if not t.hopper]
+    for tile in tiles:
         for rope, split in product((64, 0), (True, False)):
             name = f"sparse_mla {tile.name} rope {rope} {'split' if split else 'whole'}"
             constants = {
@@ -402,7 +433,7 @@ def compilations(device: Device) -> list[Compilation]:
                 "STAGES": tile.stages,
                 "PAGED": True,
                 "HAS_LENGTHS": True,
-                "LAUNCH_DEPENDENTS": split and device.dependent_launch,
+                "EARLY": split and device.dependent_launch,
                 "DOT_FP32": False,
             }
             out = {"out_ptr": "*fp32" if split else "*bf16", "scale_log2": "fp32"}
@@ -412,7 +443,7 @@ def compilations(device: Device) -> list[Compilation]:
                 )
             )
     for parts in (8, MAX_PARTS):
-        constants = {"D_V": 512, "BLOCK_D": 256, "BLOCK_P": parts, "WAIT": device.dependent_launch}
+        constants = {"D_V": 512, "BLOCK_D": 256, "BLOCK_P": parts, "EARLY": device.dependent_launch}
         pointers = {"part_out_ptr": "*fp32", "part_lse_ptr": "*fp32", "lse_ptr": "*fp32"}
         pointers["out_ptr"] = "*bf16"
         found.append(Compilation(f"merge of {parts} parts", "_merge_kernel", pointers, constants))

@@ -11,7 +11,7 @@ heads are a whole tile there and half of one along the rows.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.compile import Compilation
@@ -99,7 +99,7 @@ def _attend_fp8_kernel(
     STAGES: tl.constexpr,
     PAGED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr,
+    EARLY: tl.constexpr,
     HOW: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
@@ -107,8 +107,9 @@ def _attend_fp8_kernel(
 
     Row and page strides count 16-byte units, which tells the compiler that every row is aligned.
     """
-    if LAUNCH_DEPENDENTS:
+    if EARLY:
         gdc_launch_dependents()
+        gdc_wait()
     i_t = tl.program_id(0).to(tl.int64)
     i_p = tl.program_id(2)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -235,10 +236,11 @@ def attend_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
         STAGES=tile.stages,
         PAGED=problem.paged,
         HAS_LENGTHS=problem.lengths is not None,
-        LAUNCH_DEPENDENTS=parts.early,
+        EARLY=parts.early,
         HOW=how,
         DOT_FP32=interpreted,
         num_warps=tile.warps,
+        **parts.options,
         **tile.options,
     )
 
@@ -248,7 +250,8 @@ def compilations(device: Device) -> list[Compilation]:
     types = {"q_ptr": "*bf16", "word_ptr": "*i32", "scale_ptr": "*fp32", "rope_ptr": "*bf16"}
     types |= {"indices_ptr": "*i32", "lengths_ptr": "*i32", "lse_ptr": "*fp32"}
     found = []
-    for tile in sparse_mla_tiles(device, itemsize=2, fp8=True):
+    tiles = [t for t in sparse_mla_tiles(device, itemsize=2, fp8=True) if not t.hopper]
+    for tile in tiles:
         for split in (True, False):
             constants = {
                 "BLOCK_H": tile.heads,
@@ -256,7 +259,7 @@ def compilations(device: Device) -> list[Compilation]:
                 "STAGES": tile.stages,
                 "PAGED": True,
                 "HAS_LENGTHS": True,
-                "LAUNCH_DEPENDENTS": split and device.dependent_launch,
+                "EARLY": split and device.dependent_launch,
                 "HOW": BY_INSTRUCTION if device.converts_fp8 else BY_BITS,
                 "DOT_FP32": False,
             }

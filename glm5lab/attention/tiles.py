@@ -76,6 +76,8 @@ class Tile:
         warps, stages: as Triton names them.
         shared_memory: bytes that it needs (compiled for sm_90; sm_120 needs no more).
         max_registers: cap a thread, where more programs at once are worth the spills; else None.
+        hopper: the form of `sparse_mla_hopper`: warps that gather come in addition, and its one
+            program fills a multiprocessor.
     """
 
     heads: int
@@ -84,11 +86,13 @@ class Tile:
     stages: int
     shared_memory: int
     max_registers: int | None = None
+    hopper: bool = False
 
     @property
     def name(self) -> str:
         """For reports: heads x rows, warps, stages."""
-        return f"{self.heads}x{self.rows} w{self.warps} s{self.stages}"
+        form = " hopper" if self.hopper else ""
+        return f"{self.heads}x{self.rows} w{self.warps} s{self.stages}{form}"
 
     @property
     def options(self) -> dict[str, int]:
@@ -115,6 +119,15 @@ _ROWS_32_BIT = Tile(16, 16, 4, 1, 90_112)
 # fp8_ds_mla rows. Eight heads: two registers a thread are spilled for a third program a
 # multiprocessor, which is 10 % faster at 1024 tokens.
 _ROWS_FP8 = {8: Tile(8, 32, 4, 1, 44_032, 168), 16: Tile(16, 32, 4, 1, 55_296)}
+# The forms for Hopper: heads a program -> (tokens from which it holds, tile). 64 heads: 27 us
+# against 37 at 16 tokens, 745 against 1307 at 1024 (sparse_mla_64_heads_designs.json). fp8_ds_mla
+# rows: not measured yet, and chosen on request only (`sparse_mla.HOPPER_FP8`).
+_HOPPER_16_BIT = {64: (16, Tile(64, 64, 8, 2, 225_344, 168, hopper=True))}
+_HOPPER_FP8 = {
+    8: (1, Tile(8, 64, 4, 2, 158_112, 168, hopper=True)),
+    16: (1, Tile(16, 64, 4, 2, 168_480, 168, hopper=True)),
+    64: (1, Tile(64, 64, 8, 2, 225_440, 168, hopper=True)),
+}
 _INTERPRETED = Tile(16, 32, 1, 1, 0)
 MAX_PARTS = 64
 # Shared rows: (token, head) pairs a program. Two programs of 32 pairs a multiprocessor beat one of
@@ -122,7 +135,9 @@ MAX_PARTS = 64
 _SHARED_ROWS = (Tile(32, 64, 4, 2, 114_688), Tile(32, 32, 4, 2, 75_776))
 
 
-def sparse_mla_tile(device: Device, tokens: int, heads: int, itemsize: int, fp8: bool) -> Tile:
+def sparse_mla_tile(
+    device: Device, tokens: int, heads: int, itemsize: int, fp8: bool, whole_chunks: bool = True
+) -> Tile:
     """The tile of a sparse-MLA launch.
 
     Args:
@@ -131,14 +146,21 @@ def sparse_mla_tile(device: Device, tokens: int, heads: int, itemsize: int, fp8:
         heads: query heads on this device.
         itemsize: bytes of a query element.
         fp8: rows are fp8_ds_mla.
+        whole_chunks: whether the forms for Hopper hold (`Problem.copies_whole_chunks`).
     """
     if device == INTERPRETER:
         return _INTERPRETED
+    width = 8 if heads <= 8 else 16 if heads <= 16 else 64
+    forms = _HOPPER_FP8 if fp8 else _HOPPER_16_BIT if itemsize == 2 else {}
+    if device.capability == 90 and whole_chunks and width in forms:
+        least, tile = forms[width]
+        if tokens >= least:
+            return tile
     if fp8:
         return _ROWS_FP8[8 if heads <= 8 else 16]
     if itemsize == 4:
         return _ROWS_32_BIT
-    rows = _ROWS_16_BIT[8 if heads <= 8 else 16 if heads <= 16 else 64]
+    rows = _ROWS_16_BIT[width]
     fitting = (
         tile
         for least, tile in rows
@@ -150,17 +172,22 @@ def sparse_mla_tile(device: Device, tokens: int, heads: int, itemsize: int, fp8:
 def sparse_mla_tiles(device: Device, itemsize: int, fp8: bool = False) -> list[Tile]:
     """Every tile that `sparse_mla_tile` can choose on a device."""
     chosen = (
-        sparse_mla_tile(device, tokens, heads, itemsize, fp8)
+        sparse_mla_tile(device, tokens, heads, itemsize, fp8, whole_chunks)
         for heads in (8, 16, 64)
         for tokens in (1, 8, 32, 128)
+        for whole_chunks in (True, False)
     )
     return list(dict.fromkeys(chosen))
 
 
 def sparse_mla_parts(device: Device, tile: Tile, tokens: int, heads: int, top_k: int) -> int:
-    """How many programs share a token's list: two programs a multiprocessor, a power of two."""
+    """How many programs share a token's list: a power of two that fills the multiprocessors.
+
+    Two programs each; one in the forms for Hopper.
+    """
     programs = tokens * -(-heads // tile.heads)
-    wanted = min(2 * device.multiprocessors // programs, -(-top_k // tile.rows), MAX_PARTS)
+    places = device.multiprocessors * (1 if tile.hopper else 2)
+    wanted = min(places // programs, -(-top_k // tile.rows), MAX_PARTS)
     return 1 << max(wanted, 1).bit_length() - 1
 
 

@@ -1,8 +1,7 @@
 """Every change to vLLM's behaviour that its extension points do not cover, in one place.
 
 Each function says why it exists, where upstream the matter lies, and when it can go.
-Those for CUDA devices stand in `cuda_patches`. `apply` installs all of them and, through vLLM's
-public hooks, the backend and the loader.
+`apply` installs all of them and, through vLLM's public hooks, the backend and the loader.
 """
 
 import copyreg
@@ -14,7 +13,7 @@ from importlib.metadata import Distribution, DistributionFinder, PackageNotFound
 from pathlib import Path
 from typing import Any
 
-from glm5lab.vllm_plugin import BACKEND, LOAD_FORMAT, cuda_patches
+from glm5lab.vllm_plugin import BACKEND, LOAD_FORMAT
 
 
 def apply() -> None:
@@ -25,13 +24,7 @@ def apply() -> None:
     """
     from vllm.logger import init_logger
 
-    for part in (
-        register_backend,
-        register_loader,
-        accept_gguf_models,
-        serve_on_the_cpu,
-        *cuda_patches.parts(),
-    ):
+    for part in (register_backend, register_loader, accept_gguf_models, serve_on_the_cpu):
         try:
             part()
         except Exception as error:

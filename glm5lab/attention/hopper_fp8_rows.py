@@ -1,0 +1,145 @@
+"""Shared memory's side of sparse MLA on Hopper over fp8_ds_mla rows: rows and queries as fp16."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from glm5lab.attention.sparse_mla_hopper import BLOCK_K, CHUNK, D_V, STAGES, row_offsets
+
+GROUP = gl.constexpr(128)  # values that share a scale
+ROW_UNITS = gl.constexpr(41)  # 656 bytes in units of 16
+TINY = gl.constexpr(1e-30)  # no scale counts as less, since it is divided by
+
+
+@gluon.jit
+def _values(b_word, b_scale):
+    """[BLOCK_K, 32] words of four e4m3 each, times scales [BLOCK_K, 1] -> [BLOCK_K, 128] fp16."""
+    b_0, b_1, b_2, b_3 = gl.inline_asm_elementwise(
+        """{
+        .reg .b16 lo, hi; .reg .b32 pair, scale;
+        cvt.rn.f16x2.f32 scale, $5, $5; mov.b32 {lo, hi}, $4;
+        cvt.rn.f16x2.e4m3x2 pair, lo; mul.rn.f16x2 pair, pair, scale; mov.b32 {$0, $1}, pair;
+        cvt.rn.f16x2.e4m3x2 pair, hi; mul.rn.f16x2 pair, pair, scale; mov.b32 {$2, $3}, pair;
+        }""",
+        "=h,=h,=h,=h,r,f",
+        [b_word, b_scale],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.reshape(gl.join(gl.join(b_0, b_2), gl.join(b_1, b_3)), [BLOCK_K, GROUP])
+
+
+@gluon.jit
+def _power_of_two_below(b_x):
+    """The sign and exponent of a float32."""
+    return (b_x.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def gather_fp8(
+    word_ptr,
+    scale_ptr,
+    rope_ptr,
+    p_i,
+    start,
+    end,
+    page_size,
+    stride_page,
+    s_v,
+    s_r,
+    s_unit,
+    full,
+    empty,
+    PAGED: gl.constexpr,
+    WARPS: gl.constexpr,
+    FIRST: gl.constexpr,
+    STEP: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """Convert every STEP-th block from FIRST on into its stage. AHEAD: groups loaded at once."""
+    words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    halves: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    row: gl.constexpr = gl.SliceLayout(1, words)
+    row_r: gl.constexpr = gl.SliceLayout(1, halves)
+    o_k = gl.arange(0, BLOCK_K, layout=row)
+    o_w = gl.arange(0, 32, layout=gl.SliceLayout(0, words))
+    o_r = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, halves))
+    stage = FIRST
+    phase = 1
+    start += FIRST * BLOCK_K
+    b_slot = gl.load(p_i + start + o_k, mask=start + o_k < end, other=-1)
+    for block in range(start, end, BLOCK_K * STEP):
+        m_k = b_slot >= 0
+        m_w = m_k[:, None] & (o_w >= 0)[None, :]
+        b_row = row_offsets(b_slot, page_size, stride_page, ROW_UNITS, PAGED)
+        p_w = word_ptr + (b_row * 4)[:, None] + o_w[None, :]
+        p_s = scale_ptr + b_row * 4 + 128
+        b_s0 = gl.load(p_s, mask=m_k, other=0.0)
+        b_s1 = gl.load(p_s + 1, mask=m_k, other=0.0)
+        b_s2 = gl.load(p_s + 2, mask=m_k, other=0.0)
+        b_s3 = gl.load(p_s + 3, mask=m_k, other=0.0)
+        b_w0 = gl.load(p_w, mask=m_w, other=0)
+        b_w1 = gl.load(p_w + 32, mask=m_w, other=0)
+        if AHEAD == 4:
+            b_w2 = gl.load(p_w + 64, mask=m_w, other=0)
+            b_w3 = gl.load(p_w + 96, mask=m_w, other=0)
+        # The same rows in the same threads: nothing moves.
+        p_r = rope_ptr + (gl.convert_layout(b_row, row_r) * 8)[:, None] + 264 + o_r[None, :]
+        m_r = (gl.convert_layout(b_slot, row_r) >= 0)[:, None] & (o_r >= 0)[None, :]
+        o_next = block + BLOCK_K * STEP + o_k
+        b_slot = gl.load(p_i + o_next, mask=o_next < end, other=-1)
+
+        # e4m3 reaches 448 and a scale is below twice the power of two: 57,344 at most.
+        b_top = gl.max(gl.maximum(gl.maximum(b_s0, b_s1), gl.maximum(b_s2, b_s3)), 0)
+        unit = _power_of_two_below(gl.maximum(b_top, TINY)) * 0.015625
+        per_unit = 1.0 / unit
+        mbarrier.wait(empty.index(stage), phase)
+        async_copy.async_copy_global_to_shared(s_r.index(stage), p_r, mask=m_r)
+        async_copy.commit_group()
+        s_unit.index(stage).store(gl.full([1], 1.0, gl.float32, one) * unit)
+        s_rows = s_v.index(stage)
+        s_rows.slice(0, GROUP, dim=1).store(_values(b_w0, (b_s0 * per_unit)[:, None]))
+        if AHEAD == 2:
+            b_w2 = gl.load(p_w + 64, mask=m_w, other=0)
+        s_rows.slice(128, GROUP, dim=1).store(_values(b_w1, (b_s1 * per_unit)[:, None]))
+        if AHEAD == 2:
+            b_w3 = gl.load(p_w + 96, mask=m_w, other=0)
+        s_rows.slice(256, GROUP, dim=1).store(_values(b_w2, (b_s2 * per_unit)[:, None]))
+        s_rows.slice(384, GROUP, dim=1).store(_values(b_w3, (b_s3 * per_unit)[:, None]))
+        async_copy.wait_group(0)
+        # Stored rows are read by wgmma's own path to memory.
+        fence_async_shared()
+        mbarrier.arrive(full.index(stage))
+        stage += STEP
+        if stage >= STAGES:
+            stage = FIRST
+            phase ^= 1
+
+
+@gluon.jit
+def store_queries(p_q, stride_qh, heads, s_q, s_qr, HEADS: gl.constexpr, WARPS: gl.constexpr):
+    """Store queries as fp16 below 1 and their rope columns as they are; a power of two a head.
+
+    Divided by a power of two above its maximum, a bf16 query is exact in fp16, down to 2**-14 of
+    that maximum.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    o_h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, D_V, layout=gl.SliceLayout(0, layout))
+    m_q = (o_h < heads)[:, None] & (o_d >= 0)[None, :]
+    b_q = gl.load(p_q + o_h[:, None] * stride_qh + o_d[None, :], mask=m_q, other=0.0)
+    b_q = b_q.to(gl.float32)
+    b_top = gl.maximum(gl.max(gl.maximum(b_q, -b_q), 1), TINY)
+    b_top = _power_of_two_below(b_top) * 2.0
+    s_q.store((b_q * (1.0 / b_top)[:, None]).to(gl.float16))
+    layout_r: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    o_h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout_r))
+    o_d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout_r))
+    m_q = (o_h < heads)[:, None] & (o_d >= 0)[None, :]
+    p_q += D_V
+    s_qr.store(gl.load(p_q + o_h[:, None] * stride_qh + o_d[None, :], mask=m_q, other=0.0))
+    fence_async_shared()
+    return b_top
