@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from glm5lab import __version__, bench_commands, serve_command
+from glm5lab import __version__, backend_commands, bench_commands, serve_command
 from glm5lab.errors import CheckError, Glm5labError, printable
 from glm5lab.json_output import json_text, require_writable, write_json
 
@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_commands.app)
+app.add_typer(backend_commands.app)
 
 
 def _not_empty(file: str | None) -> str | None:
@@ -95,11 +96,25 @@ def _options(
 
 
 @app.command()
-def env() -> None:
+def env(
+    capability: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MAJOR.MINOR", help="Which attention backend vLLM takes there, such as 12.0."
+        ),
+    ] = None,
+) -> None:
     """Layer 0: what this machine can run, and how to get what is missing."""
     from glm5lab.env import format_report, report
+    from glm5lab.selection_table import format_selection, present_capabilities, selection
 
-    typer.echo(format_report(report()))
+    if capability:
+        typer.echo(format_selection(selection(capability)))
+        return
+    facts = report()
+    typer.echo(format_report(facts))
+    if present := present_capabilities(facts):
+        typer.echo("\n" + format_selection(selection(present)))
 
 
 @app.command()

@@ -130,3 +130,34 @@ def server(
         speed_figure(result).write_html(chart)
     if not result["ok"]:
         raise CheckError(LOST)
+
+
+@app.command()
+def doctor(
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
+    ] = None,
+    size: Annotated[float, typer.Option(metavar="GB", help="Size of each log.", min=0.001)] = 1.0,
+) -> None:
+    """Layer 5: the doctor on large logs: seconds and memory."""
+    from glm5lab.serving.doctor.bench import bench_doctor, bench_text
+
+    require_writable(out)
+    result = bench_doctor(size)
+    typer.echo(bench_text(result))
+    write_json(out, result)
+    if not result["ok"]:
+        raise CheckError("the doctor missed a limit; see above")
+
+
+@app.command("top-k")
+def top_k(
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the verdicts there too.")
+    ] = None,
+) -> None:
+    """Layer 3: which top-k kernels are exact on hard cases: ours, and vLLM's own."""
+    from glm5lab.kernel_bench.report import run_top_k
+
+    if not run_top_k(out, typer.echo):
+        raise CheckError("our top-k was wrong; see above")

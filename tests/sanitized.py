@@ -5,7 +5,6 @@ from unittest.mock import patch
 import test_indexer_kernels
 import test_shared_rows
 import test_sparse_mla
-import test_topk
 import torch
 from test_kv_cache import make_cache, make_rows
 
@@ -15,6 +14,7 @@ from glm5lab.attention.kv_cache import gather, store_index_keys, store_rows
 from glm5lab.attention.shared_rows import sparse_mla_shared
 from glm5lab.attention.sparse_mla import sparse_mla
 from glm5lab.attention.topk import top_k
+from glm5lab.kernel_bench.top_k_cases import make_rows as top_k_rows
 
 BF16 = torch.bfloat16
 
@@ -52,7 +52,7 @@ def indexer():
         q, cache, weights, lens, table = on_gpu(case)
         paged_mqa_logits(q, cache, weights, lens, table, 300)
     for rows, width, k in ((3, 500, 64), (2, 20_000, 100), (1, 5000, 2048)):
-        logits = test_topk.make_rows("normal", rows, width, "cuda")
+        logits = top_k_rows("normal", rows, width, "cuda")
         end = torch.full((rows,), width - 7, dtype=torch.int32, device="cuda")
         top_k(logits, k, None, end)
 

@@ -177,6 +177,9 @@ SECRETS = [
         "vllm serve m --api-key 'topsecretvalue'",
         "non-default args: {'api_key': ['topsecretvalue', 'topsecretvalue2'], 'port': 1}",
         "non-default args: {'api_key': 'topsecretvalue'}",
+        "vllm serve m --hf-token topsecretvalue",
+        "{'hf_token': 'topsecretvalue', 'token': 'topsecretvalue'}",
+        "MY_OWN_TOKEN=topsecretvalue NGC_KEY=topsecretvalue",
         "HF_TOKEN=topsecretvalue VLLM_API_KEY=topsecretvalue vllm serve",
         "AWS_SECRET_ACCESS_KEY: topsecretvalue",
         "password=topsecretvalue",
@@ -208,6 +211,8 @@ def test_secrets_are_masked(text: str) -> None:
         "Avg generation throughput: 0.0 tokens/s",
         "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
         "api_key=None",
+        "--max-num-batched-tokens 2048 --max-model-len 4096",
+        "eos_token='</s>', 'num_tokens': 'many', prompt_token_ids=[1, 2, 3]",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:

@@ -89,6 +89,9 @@ def compare_triton_with_reference(device, dtypes):
         for low, high in ((None, None), (start, None), (None, end), (start, end)):
             expected = reference.mqa_logits(q.double(), k.double(), weights, low, high, scale)
             assert_close(mqa_logits(q, k, weights, low, high, scale), expected)
+        compact = mqa_logits(q, k, weights, start, end, scale, clean=False, width=q.shape[0] + 300)
+        for t, (low, high) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+            assert_close(compact[t, : max(0, high - low)], expected[t, low : max(low, high)])
     for dtype, paged in product(dtypes, PAGED_CASES):
         q, cache, weights, lengths, table = (x.to(device) for x in make_paged_case(dtype, *paged))
         plain = cache if dtype == FP8 else cache.double()
@@ -159,6 +162,17 @@ def test_wrong_arguments_are_named(change, name):
     given = {"q": torch.zeros(2, 4, 128), "k": torch.zeros(9, 128), "weights": torch.zeros(2, 4)}
     with pytest.raises(ValueError, match=name):
         reference.mqa_logits(**{**given, **change})
+
+
+def test_a_compact_result_needs_bounds():
+    pytest.importorskip("triton")
+    from glm5lab.attention.indexer import mqa_logits
+
+    q, k, weights, start, end, _ = make_case(torch.float32, 3, 4, 32, 5)
+    with pytest.raises(ValueError, match="width: a compact result needs start and end"):
+        mqa_logits(q, k, weights, start, clean=False, width=5)
+    with pytest.raises(ValueError, match="width: a compact result needs start and end"):
+        mqa_logits(q, k, weights, start, end, width=5)
 
 
 @pytest.mark.parametrize(

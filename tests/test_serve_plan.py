@@ -70,6 +70,10 @@ def test_ranks_on_a_cpu(model):
     one, two = (plan_cpu(model, hf_config(model), tp=tp) for tp in (1, 2))
     assert two.cache == 2 * one.cache
     assert one.weights < two.weights < 2 * one.weights
+    half = plan_cpu(model, hf_config(model), tp=2, machines=2)
+    assert (half.weights, half.cache, half.ranks) == (two.weights // 2, one.cache, 1)
+    spread = layout(model, "cpu", Wanted(nodes=2, gpu_memory=20))
+    assert spread.options == ["--tensor-parallel-size", "2"]
 
 
 def test_gpus_get_the_best_split_and_the_users_options_win(model):

@@ -136,6 +136,25 @@ def test_an_end_while_serving_names_the_signal(tmp_path):
             hold(process, Client(process.url), None)
 
 
+def test_the_doctor_names_the_cause(tmp_path):
+    """Of an error that other processes repeat, and of one in a start that does not go on."""
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    lines = [
+        "(EngineCore pid=2) INFO 11-30 08:43:33 [core.py:1] Initializing a V1 LLM engine",
+        f"(Worker_TP1 pid=13) ERROR 11-30 08:43:43 [multiproc_executor.py:953] {error}",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    shown = f"import sys, time; print({chr(10).join(lines)!r}); "
+    found = r"memory: .*out of memory.*whole output: "
+    ends = pytest.raises(ServerError, match=r"ended with code 1 before it was ready: " + found)
+    with server(shown + "sys.exit(1)", tmp_path) as process, ends:
+        process.wait_ready(timeout_s=20)
+    with server(shown + "time.sleep(300)", tmp_path) as process:
+        assert wait_for(lambda: len(process.lines) == 3, 20)
+        with pytest.raises(ServerError, match=r"is stuck, .*" + found):
+            process.wait_ready(timeout_s=60, stall_s=1)
+
+
 def test_exit_codes_in_words():
     assert ended(1) == "ended with code 1"
     assert ended(128 + 15) == ended(-15) == "was killed by SIGTERM"
@@ -182,6 +201,16 @@ def test_an_engine_that_stands_still_is_ended(tmp_path):
         with pytest.raises(ServerError, match=r"is stuck: for \d s no token was processed, and"):
             hold(process, client, 2.0)
     assert not marked(process.settings)
+
+
+def test_a_server_that_counts_nothing_is_not_watched(tmp_path):
+    engine = Engine()
+    engine.counts = engine.works = False
+    told: list[str] = []
+    code, ends = "import time; time.sleep(2)", pytest.raises(ServerError, match="ended with code 0")
+    with openai(engine) as url, server(code, tmp_path, url) as process, ends:
+        hold(process, Client(url), 0.4, told.append)
+    assert told == ["the server counts no tokens: an engine that stands still would not be noticed"]
 
 
 def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path):

@@ -4,59 +4,14 @@ On a GPU the kernel is compiled; everywhere it also runs in Triton's CPU interpr
 of its own, since TRITON_INTERPRET is read when triton is imported.
 """
 
-import random
-
 import pytest
 import torch
 from interpreted import run_interpreted
 
 from glm5lab.attention import reference
-
-KINDS = (
-    "normal",
-    "equal",
-    "two levels",
-    "one bin",
-    "rising",
-    "falling",
-    "infinities",
-    "denormal",
-    "zeros",
-    "sawtooth",
-)
-
-
-def make_rows(kind, rows, width, device="cpu"):
-    """Logits [rows, width] of a distribution that some way of choosing finds hard."""
-    x = torch.randn(rows, width, device=device)
-    column = torch.arange(width, device=device).float().expand(rows, width)
-    if kind == "equal":
-        return torch.full_like(x, 0.25)
-    if kind == "two levels":
-        return (x > 1).float()
-    if kind == "one bin":  # the same upper bits, as in a histogram's coarse bin
-        return 1 + x.abs() * 1e-6
-    if kind == "rising":
-        return column.contiguous()
-    if kind == "falling":
-        return -column
-    if kind == "infinities":
-        x[:, ::3], x[:, 1::3], x[:, 2::9] = float("inf"), float("-inf"), float("nan")
-        x[:, 5::9] = -x[:, 2:3]
-        return x
-    if kind == "denormal":
-        return (x * 100).abs().int().view(torch.float32) * x.sign()
-    if kind == "zeros":
-        return torch.where(x > 0, 0.0, -0.0)
-    if kind == "sawtooth":  # the great ones stand in step with the kernel's threads
-        return torch.where(column % 256 == 7, column, x)
-    return x
-
-
-def bounds(rows, width, device="cpu"):
-    """Start and end of each row; some rows have nothing, some ends lie past the width."""
-    start = torch.randint(0, width // 2 + 1, (rows,), device=device)
-    return start, torch.randint(0, width + 5, (rows,), device=device)
+from glm5lab.errors import Glm5labError
+from glm5lab.kernel_bench.report import run_top_k
+from glm5lab.kernel_bench.top_k_cases import KINDS, bounds, make_rows, random_shapes, verdict
 
 
 def compare_triton_with_reference(device, shapes, kinds=KINDS):
@@ -74,27 +29,18 @@ def compare_triton_with_reference(device, shapes, kinds=KINDS):
 
 
 def compare_small_lists_with_reference():
-    """Lists so short that they fill up, parts, ties, and samples that see only great values."""
+    """Lists so short that they fill up, and samples that expect too much or too little."""
     from glm5lab.attention.topk import Cut, top_k
 
-    cut = Cut(warps=1, depth=8, step=2, sample=2, programs=5)
-    for kind in ("normal", "two levels", "rising"):
-        for rows, width, k in ((1, 1500, 50), (5, 700, 120)):
-            x = make_rows(kind, rows, width)
-            x[:, :32] += 1000  # where the sample looks, which then expects too much of the rest
-            x[:, width // 2 : width // 2 + 32] += 1000
-            assert torch.equal(top_k(x, k, cut=cut), reference.top_k(x, k)), (kind, rows)
-
-
-def random_shapes(count, widest):
-    """Rows, width and k; most rows long, some shorter than k."""
-    gen = random.Random(0)
-    shapes = []
-    for _ in range(count):
-        width = int(2 ** gen.uniform(1, widest))
-        rows = max(1, min(gen.choice((1, 2, 7, 64, 300)), 2**24 // width))
-        shapes.append((rows, width, gen.choice((1, 16, 100, 512, 2048, 2048, 2048, 5000))))
-    return shapes
+    for surplus in (0, 30, -1000):
+        cut = Cut(capacity=512, sample=128, surplus=surplus)
+        for kind in ("normal", "two levels", "rising"):
+            for rows, width, k in ((1, 1500, 50), (3, 700, 120)):
+                x = make_rows(kind, rows, width)
+                for low, high in ((None, None), bounds(rows, width)):
+                    chosen = top_k(x, k, low, high, cut)
+                    expected = reference.top_k(x, k, low, high)
+                    assert torch.equal(chosen, expected), (kind, rows, surplus)
 
 
 @pytest.mark.gpu
@@ -117,7 +63,7 @@ def test_kernel_equals_torch_topk_on_the_gpu():
 def test_kernel_equals_the_reference_in_the_interpreter():
     run_interpreted(
         "import test_topk as t;"
-        "shapes = [(1, 3000, 16)] * 10 + [(1, 6000, 60)] * 3 + [(3, 40, 64), (2, 1, 1)];"
+        "shapes = [(1, 5000, 16)] * 11 + [(2, 9000, 60)] * 3 + [(3, 40, 64), (2, 1, 1)];"
         "t.compare_triton_with_reference('cpu', shapes);"
         "t.compare_small_lists_with_reference()"
     )
@@ -160,3 +106,28 @@ def test_ties_bounds_and_empty_places():
 def test_wrong_arguments_are_named(change, name):
     with pytest.raises(ValueError, match=name):
         reference.top_k(**{"logits": torch.zeros(2, 4), "k": 1, **change})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ([1, 2, 0], ""),
+        ([1, 2, 3], "ties not by column"),
+        ([1, 2, 4], "wrong values"),
+        ([1, 2, -1], "wrong values"),
+        ([1, 2, 2], "columns chosen twice"),
+        ([1, 2, 5], "columns out of bounds"),
+    ],
+)
+def test_verdict_on_a_choice(chosen, expected):
+    logits = torch.tensor([[1.0, 3.0, 3.0, 1.0, 0.0, 9.0]])
+    end = torch.tensor([5], dtype=torch.int32)
+    right = reference.top_k(logits, 3, None, end)
+    assert right.tolist() == [[0, 1, 2]]
+    assert verdict(logits, end, torch.tensor([chosen], dtype=torch.int32), right) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a CUDA device")
+def test_bench_top_k_asks_for_a_gpu():
+    with pytest.raises(Glm5labError, match="no CUDA device"):
+        run_top_k(None, print)

@@ -46,3 +46,14 @@ def store_implementation(device_type: str) -> StoreRows:
     from glm5lab.attention.row_formats import store_rows
 
     return store_rows
+
+
+def index_store_implementation(device_type: str) -> StoreRows:
+    """The `store_index_keys` function for a device type; see `row_formats.store_index_keys`."""
+    if implementation_name(device_type) == "triton":
+        from glm5lab.attention.kv_cache import store_index_keys as triton_store_index_keys
+
+        return triton_store_index_keys
+    from glm5lab.attention.row_formats import store_index_keys
+
+    return store_index_keys

@@ -93,6 +93,7 @@ def _mqa_logits_kernel(
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
     CLEAN: tl.constexpr,
+    COMPACT: tl.constexpr,
     DECODE: tl.constexpr,
     DOT_FP32: tl.constexpr,
     STAGES: tl.constexpr,
@@ -130,6 +131,8 @@ def _mqa_logits_kernel(
         high = tl.minimum(tl.maximum(tl.max(b_end, 0), low), last)
 
     p_out = out_ptr + o_t.to(tl.int64)[None, :] * stride_out
+    if COMPACT:
+        p_out -= b_start[None, :]
     if CLEAN:
         fill(p_out, m_t, first, low, BLOCK_S)
     for i_s in tl.range(low, high, BLOCK_S, num_stages=STAGES):
@@ -145,7 +148,10 @@ def _mqa_logits_kernel(
             b_s = tl.where(o_s[:, None] >= b_start[None, :], b_s, float("-inf"))
         if HAS_END:
             b_s = tl.where(o_s[:, None] < b_end[None, :], b_s, float("-inf"))
-        tl.store(p_out + o_s[:, None], b_s, mask=m_s[:, None] & m_t[None, :])
+        m_out = m_s[:, None] & m_t[None, :]
+        if COMPACT:
+            m_out &= (o_s[:, None] >= b_start[None, :]) & (o_s[:, None] < b_end[None, :])
+        tl.store(p_out + o_s[:, None], b_s, mask=m_out)
     if CLEAN:
         done = low + (high - low + BLOCK_S - 1) // BLOCK_S * BLOCK_S
         fill(p_out, m_t, done, last, BLOCK_S)
@@ -231,6 +237,7 @@ def mqa_logits(
     k_scale: torch.Tensor | None = None,
     clean: bool = True,
     tile: Tile | None = None,
+    width: int | None = None,
 ) -> torch.Tensor:
     """Lightning-indexer scores against contiguous keys.
 
@@ -247,14 +254,22 @@ def mqa_logits(
         clean: write -inf outside start..end; False leaves those columns undefined, which saves
             their bytes where the reader (`top_k`) has the same bounds.
         tile: how the work is cut (default: `prefill_tile`).
+        width: for a compact result [tokens, width], whose column j is key start + j of each token;
+            no column outside start..end is written, and no token may have more than `width`.
+
+    Raises:
+        ValueError: as `reference.mqa_logits`; `width` without start, end or with `clean`.
     """
     check_mqa_logits_arguments(q, k, weights, start, end, k_scale)
     check_dtypes(q, "k", k)
+    if width is not None and (start is None or end is None or clean):
+        raise ValueError("width: a compact result needs start and end, and clean=False")
     tile = tile or prefill_tile(kernel_device(q), q.itemsize)
     tokens, heads, dim = q.shape
     keys = k.shape[0]
-    out = torch.empty(tokens, keys, dtype=torch.float32, device=q.device)
-    if tokens == 0 or keys == 0:
+    columns = keys if width is None else width
+    out = torch.empty(tokens, columns, dtype=torch.float32, device=q.device)
+    if tokens == 0 or keys == 0 or columns == 0:
         return out
     (q, k), flags = kernel_operands(with_rows(q), with_rows(k))
     weights = with_rows(weights.float())
@@ -281,6 +296,7 @@ def mqa_logits(
         HAS_START=start is not None,
         HAS_END=end is not None,
         CLEAN=clean,
+        COMPACT=width is not None,
         num_warps=tile.warps,
         **blocks,
         **flags,
@@ -331,5 +347,5 @@ def compiled_forms(
 def compilations(device: Device) -> list[Compilation]:
     """What `mqa_logits` launches; see `compiled_forms`."""
     tiles = {itemsize: prefill_tile(device, itemsize) for itemsize in (1, 2)}
-    flags = {"HAS_START": True, "HAS_END": True}
+    flags = {"HAS_START": True, "HAS_END": True, "COMPACT": False}
     return compiled_forms(device, "_mqa_logits_kernel", tiles, flags)

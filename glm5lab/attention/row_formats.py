@@ -260,6 +260,20 @@ def page_parts(cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
     return keys.unflatten(1, (page_size, width)), scales
 
 
+def quantize_index(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index keys or queries in e4m3, to the rule above.
+
+    Args:
+        x: floating point [..., width].
+
+    Returns:
+        Values [..., width] float8_e4m3fn, and their scales [...] float32.
+    """
+    x = x.float()
+    scale = _power_of_two(_over_448(_amax(x).clamp_min(LEAST)))
+    return _quantize(x, scale).view(torch.float8_e4m3fn), scale[..., 0]
+
+
 def store_index_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> None:
     """Quantize index keys and write them into the slots of their cache.
 
@@ -273,10 +287,10 @@ def store_index_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tenso
     """
     check_store_index_arguments(cache, slots, keys)
     kept = slots >= 0
-    keys, slots = keys[: len(slots)][kept].float(), slots[kept].long()
-    scale = _power_of_two(_over_448(_amax(keys).clamp_min(LEAST)))
+    values, scale = quantize_index(keys[: len(slots)][kept])
+    slots = slots[kept].long()
     codes, scales = page_parts(cache, keys.shape[1])
     assert scales is not None
     place = (slots // cache.shape[1], slots % cache.shape[1])
-    codes.view(torch.uint8)[place] = _quantize(keys, scale)
-    scales[place] = scale[:, 0]
+    codes.view(torch.uint8)[place] = values.view(torch.uint8)
+    scales[place] = scale

@@ -1,16 +1,18 @@
-"""Exact top-k of long rows as a Triton kernel that reads every row once.
+"""Exact top-k of long rows as three Triton kernels that read every row once.
 
-Same signature as `reference.top_k`. A program walks a row and lists the columns whose value
-reaches an entry level; the k greatest of the list are the result. The level comes from a sample
-of the row, set so low that about one and a half times k columns enter. It decides about the time
-only, never about the result: when too few columns have entered, the row is read again without a
-level, and when the list is full, a bisection over its values finds a higher level that at least k
-columns seen so far reach. From then on a column must exceed that level, not just reach it, since
-among equals the lower column comes first.
+Same signature as `reference.top_k`.
 
-The order of the list is free (ties are decided by columns, and the winners are sorted at the
-end), so every thread appends to a lane of its own, without a word to the others. Few long rows
-are cut into parts first, whose winners form a shorter row for the next launch.
+1. `_level_kernel` draws a sample of each row and sets a level that about one and a half times k
+   columns reach.
+2. `_collect_kernel` reads the row and lists the columns that reach the level, in any order.
+3. `_select_kernel` keeps the k greatest of the list and puts them in order.
+
+The level decides about the time only, never about the result: where too few columns reach it, or
+more than the list holds, the third kernel reads the row again and raises a level of its own
+whenever the list is full. Rows no longer than the list go through the third kernel alone.
+
+Among equal values the lower column comes first: a level has a last column, up to which values
+that equal it reach it.
 """
 
 from dataclasses import dataclass
@@ -22,291 +24,128 @@ import triton.language as tl
 from glm5lab.attention.arguments import check_top_k_arguments
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.tiles import INTERPRETER, Device, device_of
+from glm5lab.attention.topk_select import (
+    BLOCK,
+    LOWEST,
+    NAN_BITS,
+    NO_COLUMN,
+    RUNTIME,
+    WORDS,
+    _bounds,
+    _last,
+    _level,
+    _order,
+    _select_kernel,
+    _value,
+)
 
-# Values become integers of the same order, `_order`; these are the ends of that scale.
-NOTHING = tl.constexpr(-(2**31))  # below every value
-LOWEST = tl.constexpr(-2139095040)  # the lowest finite value: -inf is never chosen
-INFINITY = tl.constexpr(0x7F800000)
-NAN_BITS = tl.constexpr(0x7FC00000)
-NO_COLUMN = tl.constexpr(2**31 - 1)
-SLICE = tl.constexpr(8)  # list entries of a lane that are moved at once
+WARP = tl.constexpr(32)
+CHUNK = tl.constexpr(8)  # neighbouring columns in a sample: one sector of memory
 MAX_K = 8192
 MAX_WIDTH = 2**30
-
-# Without their divisibility Triton gives every load the same layout, one value a thread, and has
-# nothing to convert between loads, lanes and scattered stores.
-RUNTIME = ["items", "parts", "part_width", "width", "k", "stride_in", "stride_list"]
-
-
-@triton.jit
-def _order(b_bits):
-    """float32 bits as int32 of the same order; NaN becomes NOTHING, -0.0 equals 0.0."""
-    b_key = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
-    b_key = tl.where(b_key == -1, 0, b_key)
-    return tl.where(b_key > INFINITY, NOTHING, b_key)
-
-
-@triton.jit
-def _value(key):
-    """The float32 of an ordered key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _load(p_row, base, high, N: tl.constexpr, LANES: tl.constexpr):
-    """[N, LANES]: the values of the columns from base on, NaN from high on."""
-    o = base + tl.arange(0, N)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    if base + N * LANES <= high:  # a mask would cost as much as the comparison of values
-        b = tl.load(p_row + o)
-    else:
-        b = tl.load(p_row + o, mask=o < high, other=float("nan"))
-    return b
-
-
-@triton.jit
-def _count(m):
-    """How many of [N, LANES] are true."""
-    return tl.sum(tl.sum(m.to(tl.int32), 0), 0)
-
-
-@triton.jit
-def _list_part(p_list, b_fill, first, N: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """Entries first..first + N of every lane [N, LANES]: keys, columns, and which exist."""
-    o = first + tl.arange(0, N)[:, None]
-    m = o < b_fill[None, :]
-    o = o * LANES + tl.arange(0, LANES)[None, :]
-    b_key = _order(tl.load(p_list + o, mask=m, other=NAN_BITS))
-    b_col = tl.load(p_list + DEPTH * LANES + o, mask=m, other=NO_COLUMN)
-    return b_key, b_col, m
-
-
-@triton.jit
-def _scatter(p_list, b_place, b_x, m, N: tl.constexpr, LANES: tl.constexpr):
-    """Store b_x [N, LANES] at scattered places.
-
-    In one dimension, since Triton may transpose a tile for a scattered store, and a flat tile it
-    cannot: this order is the one in which the threads hold it.
-    """
-    p = p_list + tl.reshape(b_place, (N * LANES,))
-    tl.store(p, tl.reshape(b_x, (N * LANES,)), mask=tl.reshape(m, (N * LANES,)))
-
-
-@triton.jit
-def _raise(b_key, least, reached, k, most):
-    """The highest of the levels tried that at least k keys reach, and how many do.
-
-    Stops at the first that at most `most` keys reach; `reached` > most keys reach `least`.
-    """
-    high = tl.max(tl.max(b_key, 0), 0)
-    low = tl.min(tl.min(tl.where(b_key >= least, b_key, high), 0), 0)
-    turn = 0
-    while (low < high) & (reached > most):
-        # Values are often spread evenly, but only halving the bits ends after 32 steps.
-        distance = (high - low).to(tl.uint32, bitcast=True)
-        middle = low + (distance // 2 + distance % 2).to(tl.int32, bitcast=True)
-        mean = 0.5 * _value(low) + 0.5 * _value(high)
-        mean = tl.minimum(tl.maximum(_order(mean.to(tl.int32, bitcast=True)), low + 1), high)
-        middle = tl.where(turn == 0, mean, middle)
-        turn = 1 - turn
-        count = _count(b_key >= middle)
-        low = tl.where(count >= k, middle, low)
-        reached = tl.where(count >= k, count, reached)
-        high = tl.where(count >= k, high, middle - 1)
-    return low, reached
-
-
-@triton.jit
-def _last_column(p_list, b_fill, level, k, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """The column up to which so many entries equal the level that, with the greater, they are k.
-
-    Ties are rare: the list is read anew at every step, instead of held in registers always.
-    """
-    low = 0
-    high = NO_COLUMN - 1
-    while low < high:
-        middle = low + (high - low) // 2
-        b_lane = tl.zeros([LANES], tl.int32)
-        for i in range(0, DEPTH, SLICE):
-            b_key, b_col, _ = _list_part(p_list, b_fill, i, SLICE, LANES, DEPTH)
-            m = (b_key > level) | ((b_key == level) & (b_col <= middle))
-            b_lane += tl.sum(m.to(tl.int32), 0)
-        enough = tl.sum(b_lane, 0) >= k
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough, low, middle + 1)
-    return low
-
-
-@triton.jit
-def _keep(
-    p_list,
-    b_fill,
-    level,
-    k,
-    most,
-    p_value,
-    p_col,
-    LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    VALUES: tl.constexpr,
-):
-    """Copy the k to `most` greatest entries of the list, all where they are no more than that.
-
-    Every entry reaches `level`. Returns how many were copied, and the new level.
-    """
-    tl.debug_barrier()  # lanes are written by their own threads, and read by all
-    b_key, _, _ = _list_part(p_list, b_fill, 0, DEPTH, LANES, DEPTH)
-    reached = tl.sum(b_fill, 0)
-    last = NO_COLUMN
-    if reached > most:
-        level, reached = _raise(b_key, level, reached, k, most)
-        if reached > most:  # ties at the level, more than fit
-            last = _last_column(p_list, b_fill, level, k, LANES, DEPTH)
-    b_lane = tl.zeros([LANES], tl.int32)
-    for i in range(0, DEPTH, SLICE):
-        b_part, b_at, m_part = _list_part(p_list, b_fill, i, SLICE, LANES, DEPTH)
-        m_part &= (b_part > level) | ((b_part == level) & (b_at <= last))
-        b_lane += tl.sum(m_part.to(tl.int32), 0)
-    b_run = tl.cumsum(b_lane, 0) - b_lane
-    for i in range(0, DEPTH, SLICE):
-        b_part, b_at, m_part = _list_part(p_list, b_fill, i, SLICE, LANES, DEPTH)
-        m_part &= (b_part > level) | ((b_part == level) & (b_at <= last))
-        b_kept = m_part.to(tl.int32)
-        b_place = b_run[None, :] + tl.cumsum(b_kept, 0) - 1
-        _scatter(p_col, b_place, b_at, m_part, SLICE, LANES)
-        if VALUES:
-            b_bits = b_part ^ ((b_part >> 31) & 0x7FFFFFFF)
-            _scatter(p_value, b_place, b_bits, m_part, SLICE, LANES)
-        b_run += tl.sum(b_kept, 0)
-    tl.debug_barrier()
-    return tl.sum(b_lane, 0), level
-
-
-@triton.jit
-def _sampled_level(p_row, low, high, k, LANES: tl.constexpr, SAMPLE: tl.constexpr):
-    """A level that somewhat more than k of the columns low..high reach, if the sample is right."""
-    stride = (high - low) // SAMPLE
-    o = tl.arange(0, SAMPLE)[:, None] * stride + tl.arange(0, LANES)[None, :]
-    b_key = _order(tl.load(p_row + low + o).to(tl.int32, bitcast=True))
-    # Of the k greatest this many are in the sample, give or take their root; four of these more
-    # leave a chance of about one in 30,000 that the row must be read twice.
-    share = k.to(tl.float32) * (SAMPLE * LANES) / (high - low).to(tl.float32)
-    rank = (share + 4.0 * tl.sqrt(share)).to(tl.int32) + 8
-    level = tl.full((), LOWEST, tl.int32)
-    reached = _count(b_key >= LOWEST)
-    if reached > rank + rank // 8:
-        level, reached = _raise(b_key, level, reached, rank, rank + rank // 8)
-    return level
+ROWS_AT_ONCE = 4096  # bounds the memory for lists
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def _top_k_kernel(
+def _level_kernel(
     in_ptr,
-    col_ptr,
     start_ptr,
     end_ptr,
-    out_value_ptr,
-    out_ptr,
-    list_ptr,
-    items,
-    parts,
-    part_width,
+    level_ptr,
+    count_ptr,
     width,
     k,
     stride_in,
-    stride_list,
-    PLACES: tl.constexpr,
-    LAST: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
-    SORT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LANES: tl.constexpr,
-    STEP: tl.constexpr,
+    CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
+    SURPLUS: tl.constexpr,
 ):
-    # This program's lists, one in use and one to copy to. Each holds values, then columns; entry
-    # s of lane l lies at s * LANES + l.
-    p_lists = list_ptr + stride_list.to(tl.int64) * tl.program_id(0)
-    o_lane = tl.arange(0, LANES)
-    o_block = tl.arange(0, STEP)[:, None] * LANES + o_lane[None, :]
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        row = item // parts
-        low = (item % parts) * part_width
-        high = tl.minimum(low + part_width, width)
-        if HAS_START:
-            low = tl.minimum(tl.maximum(low, tl.load(start_ptr + row)), high)
-        if HAS_END:
-            high = tl.minimum(high, tl.load(end_ptr + row))
-        p_row = in_ptr + stride_in.to(tl.int64) * row
-        p_row_col = col_ptr + stride_in.to(tl.int64) * row
+    row = tl.program_id(0)
+    p_row = in_ptr + row.to(tl.int64) * stride_in
+    low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
+    level = tl.full((), LOWEST, tl.int32)
+    last = tl.full((), NO_COLUMN, tl.int32)
+    if high - low > CAPACITY:
+        # A chunk from a random place of each stretch: neighbours are often alike, and what repeats
+        # must not fall in step with the sample.
+        stretch = (high - low) // (SAMPLE // CHUNK)
+        b_chunk = tl.arange(0, SAMPLE) // CHUNK
+        b_random = (b_chunk.to(tl.uint32) * 2654435761) >> 20  # of 4096
+        b_first = low + b_chunk * stretch + ((b_random * stretch) >> 12).to(tl.int32)
+        b_col = b_first // CHUNK * CHUNK + tl.arange(0, SAMPLE) % CHUNK
+        m = (b_col >= low) & (b_col < high)
+        b_order = _order(tl.load(p_row + b_col, mask=m, other=NAN_BITS))
+        # Of the k greatest this many are in the sample, give or take their root.
+        share = k.to(tl.float32) * SAMPLE / (high - low).to(tl.float32)
+        rank = tl.maximum((share + 5.0 * tl.sqrt(share)).to(tl.int32) + SURPLUS, 1)
+        level, reached = _level(b_order, rank, rank + rank // 16)
+        if reached > rank + rank // 16:
+            last = _last(b_order, b_col, level, rank)
+    tl.store(level_ptr + 2 * row, level)
+    tl.store(level_ptr + 2 * row + 1, last)
+    tl.store(count_ptr + row, 0)
 
-        level = tl.full((), LOWEST, tl.int32)
-        if high - low > DEPTH * LANES:
-            level = _sampled_level(p_row, low, high, k, LANES, SAMPLE)
-        side = 0
-        b_fill = tl.zeros([LANES], tl.int32)
-        again = True
-        while again:
-            # The least key that enters: the level, or once that was raised, the next above, as
-            # later columns lose ties. Winners of parts (no PLACES) come in no order of columns.
-            enter = level
-            bound = 0  # no lane has more entries than this
-            b_fill = tl.zeros([LANES], tl.int32)
-            # Two blocks are under way while one is looked at; the first two are empty.
-            b_next = tl.full([STEP, LANES], float("nan"), tl.float32)
-            b_later = tl.full([STEP, LANES], float("nan"), tl.float32)
-            for i_col in range(low - 2 * STEP * LANES, high, STEP * LANES):
-                b_new = b_next
-                b_next = b_later
-                b_later = _load(p_row, i_col + 2 * STEP * LANES, high, STEP, LANES)
-                bound += STEP
-                if bound > DEPTH:
-                    bound = tl.max(b_fill, 0) + STEP
-                    if bound > DEPTH:
-                        p_to = p_lists + (1 - side) * (2 * DEPTH * LANES)
-                        count, new = _keep(
-                            p_lists + side * (2 * DEPTH * LANES),
-                            b_fill,
-                            level,
-                            k,
-                            k + k // 8,
-                            p_to,
-                            p_to + DEPTH * LANES,
-                            LANES,
-                            DEPTH,
-                            True,
-                        )
-                        enter = tl.where(new > level, new + PLACES, enter)
-                        level = new
-                        side = 1 - side
-                        b_fill = (count - o_lane + LANES - 1) // LANES
-                        bound = tl.max(b_fill, 0) + STEP
-                p_list = p_lists + side * (2 * DEPTH * LANES)
-                b_hit = (b_new >= _value(enter)).to(tl.int32)
-                b_at = (b_fill[None, :] + tl.cumsum(b_hit, 0) - 1) * LANES + o_lane[None, :]
-                b_col = i_col + o_block
-                if not PLACES:
-                    b_col = tl.load(p_row_col + b_col, mask=b_hit != 0, other=NO_COLUMN)
-                b_bits = b_new.to(tl.int32, bitcast=True)
-                _scatter(p_list, b_at, b_bits, b_hit != 0, STEP, LANES)
-                _scatter(p_list + DEPTH * LANES, b_at, b_col, b_hit != 0, STEP, LANES)
-                b_fill += tl.sum(b_hit, 0)
-            again = (tl.sum(b_fill, 0) < k) & (level > LOWEST)
-            level = tl.where(again, LOWEST, level)
 
-        p_list = p_lists + side * (2 * DEPTH * LANES)
-        p_out = out_ptr + k.to(tl.int64) * item
-        o_sort = tl.arange(0, SORT)
-        if LAST:
-            p_to = p_lists + (1 - side) * (2 * DEPTH * LANES)
-            count, level = _keep(p_list, b_fill, level, k, k, p_to, p_to, LANES, DEPTH, False)
-            b_col = tl.sort(tl.load(p_to + o_sort, mask=o_sort < count, other=NO_COLUMN))
-            tl.store(p_out + o_sort, tl.where(b_col == NO_COLUMN, -1, b_col), mask=o_sort < k)
-        else:
-            p_value = out_value_ptr + k.to(tl.int64) * item
-            count, level = _keep(p_list, b_fill, level, k, k, p_value, p_out, LANES, DEPTH, True)
-            tl.store(p_value + o_sort, NAN_BITS, mask=(o_sort >= count) & (o_sort < k))
-        tl.debug_barrier()
+@triton.jit
+def _load(p_row, base, low, high):
+    """[BLOCK / 32, 32]: the bits of the columns from base on, NaN outside of low..high."""
+    # In int64 the addresses of a thread are one register and constants.
+    o_lane = tl.arange(0, WARP).to(tl.int64)[None, :]
+    o = tl.arange(0, BLOCK // WARP).to(tl.int64)[:, None] * WARP + o_lane
+    if (base >= low) & (base + BLOCK <= high):  # a mask would cost more than the comparison
+        b = tl.load(p_row + base + o)
+    else:
+        m = (base + o >= low) & (base + o < high)
+        b = tl.load(p_row + base + o, mask=m, other=NAN_BITS)
+    return b
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _collect_kernel(
+    in_ptr,
+    start_ptr,
+    end_ptr,
+    level_ptr,
+    count_ptr,
+    list_ptr,
+    width,
+    parts,
+    stride_in,
+    HAS_START: tl.constexpr,
+    HAS_END: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    row = tl.program_id(0) // parts
+    p_row = in_ptr + row.to(tl.int64) * stride_in
+    p_list = list_ptr + row.to(tl.int64) * (2 * CAPACITY)
+    low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
+    level = tl.load(level_ptr + 2 * row)
+    last = tl.load(level_ptr + 2 * row + 1)
+    # This program's columns, in whole blocks.
+    first = low // BLOCK * BLOCK
+    each = tl.cdiv(tl.cdiv(high - first, BLOCK), parts) * BLOCK
+    begin = first + tl.program_id(0) % parts * each
+    b_next = _load(p_row, begin, low, high)
+    for i in range(begin, tl.minimum(begin + each, high), BLOCK):
+        b_bits = b_next
+        b_next = _load(p_row, i + BLOCK, low, high)
+        # Up to the last column that may equal the level; in whole blocks, one sooner or later.
+        enter = _value(tl.where(i <= last, level, level + 1))
+        b_hit = b_bits.to(tl.float32, bitcast=True) >= enter
+        b_rank = tl.cumsum(b_hit.to(tl.int32), 0)
+        b_lane = tl.sum(b_hit.to(tl.int32), 0)
+        hits = tl.sum(b_lane, 0)
+        if hits > 0:
+            place = tl.atomic_add(count_ptr + row, hits, sem="relaxed")
+            if place + hits <= CAPACITY:
+                b_place = b_rank + (place - 1 + tl.cumsum(b_lane, 0) - b_lane)[None, :]
+                # Flat, since Triton may transpose a tile for a scattered store.
+                p = p_list + tl.reshape(b_place, (BLOCK,))
+                m = tl.reshape(b_hit, (BLOCK,))
+                tl.store(p, tl.reshape(b_bits, (BLOCK,)), mask=m)
+                tl.store(p + CAPACITY, i + tl.arange(0, BLOCK), mask=m)
 
 
 @dataclass(frozen=True)
@@ -314,39 +153,49 @@ class Cut:
     """How the work is cut.
 
     Attributes:
-        warps: warps a program; each of their threads has a lane of the list.
-        depth: entries of a lane, a power of two of at least 8.
-        step: entries that a lane may gain from one block of columns.
-        sample: columns that a lane gives to the sample, at most half of depth.
-        programs: programs a multiprocessor.
-        registers: most registers a thread, so that as many programs fit; None for no limit.
+        capacity: entries of a row's list, a power of two, at least four times k; programs
+            hold half of it in registers.
+        sample: columns of a row that are sampled, a power of two.
+        surplus: columns of the sample that reach the level beyond what is expected of the k
+            greatest and five standard deviations.
     """
 
-    warps: int
-    depth: int
-    step: int
+    capacity: int
     sample: int
-    programs: int
-    registers: int | None = None
+    surplus: int = 8
+
+    @property
+    def level(self) -> dict[str, int]:
+        """Constants and options of the first kernel."""
+        return {
+            "CAPACITY": self.capacity,
+            "SAMPLE": self.sample,
+            "SURPLUS": self.surplus,
+            "num_warps": min(max(self.sample // 512, 1), 32),
+        }
+
+    def collect(self, device: Device) -> dict[str, int]:
+        """Of the second: registers so that 32 programs of a warp fit, or the 24 that SM120 has."""
+        registers = 80 if device.capability >= 120 else 64
+        return {"CAPACITY": self.capacity, "num_warps": 1, "maxnreg": registers}
+
+    def select(self, collected: bool) -> dict[str, int]:
+        """Of the third: two programs a multiprocessor for GLM-5's k."""
+        return {
+            "CAPACITY": self.capacity,
+            "COLLECTED": collected,
+            "TILE": self.capacity // 8,
+            "MANY": 4096,
+            "num_warps": min(max(self.capacity // 512, 1), 32),
+            "maxnreg": 64,
+        }
 
 
-def choose_cut(k: int) -> Cut:
-    """A cut whose list holds about four times k."""
-    capacity = triton.next_power_of_2(k)
-    if capacity <= 512:
-        return Cut(warps=4, depth=16, step=4, sample=8, programs=6)
-    warps = min(32, capacity // 256)
-    # 65,536 registers a multiprocessor, for two programs of 8 warps.
-    return Cut(
-        warps, depth=32, step=8, sample=16, programs=2, registers=128 if warps == 8 else None
-    )
-
-
-def _parts(rows: int, width: int, programs: int, tile: int) -> int:
-    """Into how many parts to cut each row: 1 where there are rows enough to fill the device."""
-    if width <= 2 * tile:
-        return 1
-    return max(1, min(programs // rows, triton.cdiv(width, tile)))
+def choose_cut(k: int, width: int) -> Cut:
+    """A list of four times k, and a sample in which some 64 of the k greatest are expected."""
+    capacity = max(4096, 4 * triton.next_power_of_2(k))
+    wanted = triton.next_power_of_2(triton.cdiv(64 * width, k))
+    return Cut(capacity, min(max(wanted, 4096), 16384))
 
 
 def top_k(
@@ -366,103 +215,69 @@ def top_k(
         raise ValueError(f"logits: expected float32, got {logits.dtype}")
     if k > MAX_K:
         raise ValueError(f"k: expected at most {MAX_K}, got {k}")
-    if logits.shape[1] > MAX_WIDTH:
-        raise ValueError(f"logits: expected at most {MAX_WIDTH} columns, got {logits.shape[1]}")
-    cut = cut or choose_cut(k)
+    rows, width = logits.shape
+    if width > MAX_WIDTH:
+        raise ValueError(f"logits: expected at most {MAX_WIDTH} columns, got {width}")
     if logits.numel() and logits.stride(1) != 1:
         logits = logits.contiguous()
-    rows = logits.shape[0]
     out = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
-    if rows == 0:
-        return out
     start = None if start is None else start.to(torch.int32).contiguous()
     end = None if end is None else end.to(torch.int32).contiguous()
-    device = device_of(logits.device.index) if logits.device.type == "cuda" else INTERPRETER
-    programs = device.multiprocessors * cut.programs
-    tile = 32 * cut.warps * cut.depth
-    lists = torch.empty(programs, 4 * tile, dtype=torch.int32, device=logits.device)
-    values, columns = logits, None
-    while (parts := _parts(rows, values.shape[1], programs, tile)) > 1:
-        winners = torch.empty(rows, parts * k, dtype=torch.float32, device=logits.device)
-        places = torch.empty(winners.shape, dtype=torch.int32, device=logits.device)
-        _launch(values, columns, start, end, winners, places, lists, parts, k, cut)
-        values, columns, start, end = winners, places, None, None
-    _launch(values, columns, start, end, None, out, lists, 1, k, cut)
+    for first in range(0, rows, ROWS_AT_ONCE):
+        some = slice(first, first + ROWS_AT_ONCE)
+        bounds = [None if bound is None else bound[some] for bound in (start, end)]
+        _launch(logits[some], bounds, k, out[some], cut or choose_cut(k, width))
     return out
 
 
 def _launch(
-    values: torch.Tensor,
-    columns: torch.Tensor | None,
-    start: torch.Tensor | None,
-    end: torch.Tensor | None,
-    winners: torch.Tensor | None,
-    out: torch.Tensor,
-    lists: torch.Tensor,
-    parts: int,
-    k: int,
-    cut: Cut,
+    logits: torch.Tensor, bounds: list[torch.Tensor | None], k: int, out: torch.Tensor, cut: Cut
 ) -> None:
-    """One pass over rows [T, W], cut into parts.
+    """The three kernels, or the last alone, over rows [T, W] into out [T, k]."""
+    rows, width = logits.shape
+    device = device_of(logits.device.index) if logits.device.type == "cuda" else INTERPRETER
+    blocks = triton.cdiv(width, BLOCK.value)
 
-    Args:
-        values: float32 [T, W].
-        columns: int32 [T, W], or None where a value's place is its column.
-        start: [T] int32 or None.
-        end: [T] int32 or None.
-        winners: float32 [T, parts * k], or None for the last pass, which sorts the columns.
-        out: int32 [T, parts * k], the winners' columns.
-        lists: int32 [programs, 4 * tile].
-        parts: parts of a row.
-        k: winners of a part.
-        cut: how the work is cut.
-    """
-    rows, width = values.shape
-    _top_k_kernel[(min(rows * parts, lists.shape[0]),)](
-        values,
-        out if columns is None else columns,
-        out if start is None else start,
-        out if end is None else end,
-        out if winners is None else winners.view(torch.int32),
-        out,
-        lists,
-        rows * parts,
-        parts,
-        triton.cdiv(width, parts),
-        width,
-        k,
-        values.stride(0),
-        lists.stride(0),
-        PLACES=columns is None,
-        LAST=winners is None,
-        HAS_START=start is not None,
-        HAS_END=end is not None,
-        SORT=max(16, triton.next_power_of_2(k)),
-        DEPTH=cut.depth,
-        LANES=32 * cut.warps,
-        STEP=cut.step,
-        SAMPLE=cut.sample,
-        num_warps=cut.warps,
-        **({} if cut.registers is None else {"maxnreg": cut.registers}),
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+    levels, counts = empty(rows, 2), empty(rows)
+    lists, bits = empty(rows, 2, cut.capacity), empty(rows, 2, blocks * WORDS.value)
+    start, end = (out if bound is None else bound for bound in bounds)
+    given = {"HAS_START": bounds[0] is not None, "HAS_END": bounds[1] is not None}
+    inputs = (logits.view(torch.int32), start, end, levels, counts)
+    stride = logits.stride(0)
+    collected = width > cut.capacity
+    if collected:
+        _level_kernel[(rows,)](*inputs, width, k, stride, **given, **cut.level)
+        # 32 warps a multiprocessor; each reads a block ahead, if there are blocks enough.
+        each = min(max(rows * blocks // (32 * device.multiprocessors), 1), 16)
+        parts = triton.cdiv(blocks, each)
+        _collect_kernel[(rows * parts,)](
+            *inputs, lists, width, parts, stride, **given, **cut.collect(device)
+        )
+    _select_kernel[(rows,)](
+        *inputs, lists, bits, out, width, bits.shape[2], k, stride, **given, **cut.select(collected)
     )
 
 
 def compilations(device: Device) -> list[Compilation]:
-    """What `top_k` launches for GLM-5's k of 2048: whole rows, parts of rows, winners of parts."""
-    cut = choose_cut(2048)
-    names = ("col_ptr", "start_ptr", "end_ptr", "out_value_ptr", "out_ptr", "list_ptr")
-    types = {"in_ptr": "*fp32"} | dict.fromkeys(names, "*i32")
-    sizes = {"SORT": 2048, "DEPTH": cut.depth, "LANES": 32 * cut.warps}
-    sizes |= {"STEP": cut.step, "SAMPLE": cut.sample}
-    options = {} if cut.registers is None else {"maxnreg": cut.registers}
+    """What `top_k` launches for GLM-5's k of 2048: the three kernels, and the last alone."""
+    names = ("in_ptr", "start_ptr", "end_ptr", "level_ptr", "count_ptr", "list_ptr", "bits_ptr")
+    types = dict.fromkeys((*names, "out_ptr"), "*i32")
+    cut = choose_cut(2048, 1 << 17)
+    wide = choose_cut(2048, 1 << 20)
     found = []
-    for name, places, last in (
-        ("rows", True, True),
-        ("parts of rows", True, False),
-        ("winners of parts", False, True),
+    for name, kernel, constants in (
+        ("level", "_level_kernel", cut.level),
+        ("level, 1M columns", "_level_kernel", wide.level),
+        ("collect", "_collect_kernel", cut.collect(device)),
+        ("select", "_select_kernel", cut.select(True)),
+        ("short rows", "_select_kernel", cut.select(False)),
     ):
-        flags = {"PLACES": places, "LAST": last, "HAS_START": places, "HAS_END": places}
-        found.append(
-            Compilation(f"top_k {name}", "_top_k_kernel", types, flags | sizes, cut.warps, options)
-        )
+        given = {"HAS_START": True, "HAS_END": True}
+        options = {n: v for n, v in constants.items() if n == "maxnreg"}
+        flags = given | {n: v for n, v in constants.items() if n.isupper()}
+        warps = constants["num_warps"]
+        found.append(Compilation(f"top_k {name}", kernel, types, flags, warps, options))
     return found

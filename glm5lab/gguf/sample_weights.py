@@ -120,7 +120,7 @@ def random_weights(arch: Glm5Architecture, seed: int) -> dict[str, Array]:
     weights: dict[str, Array] = {}
     for name, shape in hf_shapes(arch).items():
         values = rng.standard_normal(shape, dtype=np.float32)
-        weights[name] = values * _scale(name, shape) + _centre(name)
+        weights[name] = values * scale(name, shape) + centre(name)
     # Published checkpoints repeat the model's own embedding and head in each MTP layer.
     for layer in range(arch.num_hidden_layers, arch.block_count):
         weights[f"model.layers.{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
@@ -128,11 +128,13 @@ def random_weights(arch: Glm5Architecture, seed: int) -> dict[str, Array]:
     return weights
 
 
-def _centre(name: str) -> np.float32:
+def centre(name: str) -> np.float32:
+    """The mean of a tensor's values: 1 for norms, else 0."""
     return np.float32("norm" in name and name.endswith(".weight"))
 
 
-def _scale(name: str, shape: tuple[int, ...]) -> np.float32:
+def scale(name: str, shape: tuple[int, ...]) -> np.float32:
+    """The standard deviation of a tensor's values; see `random_weights`."""
     if name.endswith(CORRECTION_BIAS):
         return np.float32(0.1)
     if name.endswith("k_norm.bias"):

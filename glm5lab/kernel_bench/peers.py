@@ -85,26 +85,29 @@ def _schedule(x: Paged) -> torch.Tensor:
     return get_paged_mqa_logits_metadata(x.lens[:, None], x.cache.shape[1], processors)
 
 
-def vllm_per_row(logits: torch.Tensor) -> torch.Tensor:
-    """The kernel top_k_per_row_prefill of vLLM."""
+def vllm_per_row(
+    logits: torch.Tensor, k: int = TOP_K, end: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The kernel top_k_per_row_prefill of vLLM; int32 [rows] ends, None for the width."""
     import vllm._custom_ops  # noqa: F401
 
     rows, width = logits.shape
     start = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    end = torch.full((rows,), width, dtype=torch.int32, device="cuda")
-    out = torch.empty(rows, TOP_K, dtype=torch.int32, device="cuda")
-    strides = logits.stride()
-    torch.ops._C.top_k_per_row_prefill(logits, start, end, out, rows, *strides, TOP_K)
+    end = torch.full_like(start, width) if end is None else end
+    out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
+    torch.ops._C.top_k_per_row_prefill(logits, start, end, out, rows, *logits.stride(), k)
     return out
 
 
-def vllm_persistent(logits: torch.Tensor) -> torch.Tensor:
-    """The kernel persistent_topk of vLLM."""
+def vllm_persistent(
+    logits: torch.Tensor, k: int = TOP_K, end: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The kernel persistent_topk of vLLM; int32 [rows] ends, None for the width."""
     import vllm._custom_ops  # noqa: F401
 
     rows, width = logits.shape
-    lens = torch.full((rows,), width, dtype=torch.int32, device="cuda")
-    out = torch.empty(rows, TOP_K, dtype=torch.int32, device="cuda")
+    end = torch.full((rows,), width, dtype=torch.int32, device="cuda") if end is None else end
+    out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
     space = torch.empty(TOPK_WORKSPACE, dtype=torch.uint8, device="cuda")
-    torch.ops._C.persistent_topk(logits, lens, out, space, TOP_K, width)
+    torch.ops._C.persistent_topk(logits, end, out, space, k, width)
     return out

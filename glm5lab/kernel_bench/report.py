@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import triton
 
+from glm5lab.errors import Glm5labError
 from glm5lab.json_output import require_writable, write_json
 from glm5lab.kernel_bench.kernels import bench_kernels
 from glm5lab.kernel_bench.timing import Row
+from glm5lab.kernel_bench.top_k_cases import exactness, random_shapes
 
 
 def machine(architecture: str | None = None) -> dict[str, Any]:
@@ -67,3 +69,31 @@ def run(out: Path | None, echo: Callable[[str], None], architecture: str | None 
         values = asdict(row)
         rows.append({k: v for k, v in values.items() if v == v and v != ""})  # NaN is no JSON
     write_json(out, {**document, "rows": rows})
+
+
+def run_top_k(out: Path | None, echo: Callable[[str], None]) -> bool:
+    """Try the top-k kernels on hard cases, print what is wrong and how many are exact; write all.
+
+    Args:
+        out: JSON file, or None.
+        echo: where lines go.
+
+    Returns:
+        Whether our own kernel was exact everywhere.
+
+    Raises:
+        InputError: the file cannot be written.
+        Glm5labError: no CUDA device.
+    """
+    require_writable(out)
+    if not torch.cuda.is_available():
+        raise Glm5labError("no CUDA device: `glm5lab bench top-k` tries kernels on a GPU")
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for case in exactness(random_shapes(220, 20)):
+        cases.setdefault(case["kernel"], []).append(case)
+        if case["verdict"]:
+            echo("{kernel}, {kind}, {rows} x {width}, k {k}: {verdict}".format(**case))
+    for kernel, tried in cases.items():
+        echo(f"{kernel}: {sum(not c['verdict'] for c in tried)} of {len(tried)} exact")
+    write_json(out, {**machine(), "command": "glm5lab bench top-k", "cases": cases})
+    return not any(c["verdict"] for c in cases["glm5lab"])

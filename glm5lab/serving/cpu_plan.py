@@ -83,8 +83,9 @@ def plan_cpu(
     pp: int = 1,
     context: int | None = None,
     cache_bytes: int | None = None,
+    machines: int = 1,
 ) -> CpuPlan:
-    """Count a server's bytes on a CPU.
+    """Count a server's bytes on a CPU, those of one machine.
 
     Args:
         model: an open GLM-5; its header is enough.
@@ -95,6 +96,7 @@ def plan_cpu(
         context: tokens of the longest request; None for as many as the cache holds, up to the
             model's.
         cache_bytes: of one rank; None for the plugin's own, or more where the context needs it.
+        machines: that hold the ranks, evenly.
 
     Raises:
         InputError: `tp` or `pp` cannot be.
@@ -102,7 +104,8 @@ def plan_cpu(
     dtype = str(config["dtype"]) if dtype == "auto" else NAMES.get(dtype, dtype)
     itemsize = DTYPE_BYTES.get(dtype, 4)
     placed = placements(model, {**config, "dtype": dtype}, tp, pp, gpu=False)
-    weights = tp * sum(part.loaded for part in placed.values())
+    weights = tp * sum(part.loaded for part in placed.values()) // machines
+    ranks = max(1, tp * pp // machines)
     page = PAGE_TOKENS * token_bytes(config, itemsize)
     longest = int(config["max_position_embeddings"])
     wanted = context or longest
@@ -112,7 +115,7 @@ def plan_cpu(
     length = min(wanted, cache // page * PAGE_TOKENS) if context is None else wanted
     largest = max(prod(tensor.shape) for tensor in model.tensors.values())
     asked = (cache != (cache_bytes or CACHE), length != longest)
-    return CpuPlan(dtype, tp * pp, weights, tp * pp * cache, 2 * 4 * largest, length, asked)
+    return CpuPlan(dtype, ranks, weights, ranks * cache, 2 * 4 * largest, length, asked)
 
 
 def token_bytes(config: Mapping[str, Any], itemsize: int) -> int:

@@ -230,12 +230,16 @@ def _instead(
 
 def _cpu_layout(model: GgufModel, memory: int | None, wanted: Wanted, simulated: bool) -> Layout:
     options = wanted.options
+    tp = _count(wanted.tp, options, "--tensor-parallel-size", "-tp")
+    pp = _count(wanted.pp, options, "--pipeline-parallel-size", "-pp") or 1
+    tp = tp or max(1, wanted.nodes // pp)
     plan = plan_cpu(
         model,
         hf_config(model),
         dtype=option_value(options, "--dtype") or "float32",
-        tp=_count(wanted.tp, options, "--tensor-parallel-size", "-tp") or 1,
-        pp=_count(wanted.pp, options, "--pipeline-parallel-size", "-pp") or 1,
+        tp=tp,
+        pp=pp,
+        machines=wanted.nodes,
         context=_count(wanted.context, options, "--max-model-len"),
         cache_bytes=tokens(option_value(options, "--kv-cache-memory-bytes")),
     )
@@ -244,10 +248,8 @@ def _cpu_layout(model: GgufModel, memory: int | None, wanted: Wanted, simulated:
         text = f"{model.path}: does not fit in memory: {plan.sums()}, {there} {memory / GIB:.2f}"
         raise NoFitError(f"{text} GiB; {plan.instead(memory)}")
     planned = plan.options()
-    if wanted.tp:
-        planned = ["--tensor-parallel-size", str(wanted.tp), *planned]
-    if wanted.pp:
-        planned = ["--pipeline-parallel-size", str(wanted.pp), *planned]
+    planned = ["--pipeline-parallel-size", str(pp), *planned] if pp > 1 else planned
+    planned = ["--tensor-parallel-size", str(tp), *planned] if tp > 1 else planned
     free = "" if memory is None else f" of {memory / GIB:.1f} GiB"
     name = model.path.name
     summary = f"{name} on this CPU: {plan.sums()}{free}; requests up to {plan.context:,} tokens"

@@ -143,7 +143,7 @@ def run(file: str | Path, options: ServeOptions, plan: Layout, port: int, who: A
                 client = Client(server.url, api_key=who.key)
                 announce(server, client, options)
                 ready = True
-                hold(server, client, options.stall_s)
+                hold(server, client, options.stall_s, to_stderr)
             print(f"machine {options.nodes.rank} runs; the endpoint is on {options.nodes.head}")
             server.wait()
             raise server.failed("while it was serving")

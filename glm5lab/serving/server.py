@@ -29,7 +29,7 @@ from glm5lab.serving.command import (
 from glm5lab.serving.leash import cpu_seconds
 from glm5lab.serving.process import LoggedProcess
 from glm5lab.serving.progress import Progress
-from glm5lab.serving.verdict import ended, halted, verdict
+from glm5lab.serving.verdict import doctor, ended, halted, verdict
 
 POLL_S = 0.25
 SAY_S = 30.0
@@ -168,6 +168,8 @@ class Server(LoggedProcess):
         """The error for a server that runs and does not go on; it is given no more time."""
         self.stuck = True
         where = f"stage {self.progress.where()}; {self.doing()}"
+        if known := doctor(self.log):
+            where = f"{known}; {where}"
         return ServerError(f"the server {what}: {where}; {self._log()}")
 
     def doing(self) -> str:

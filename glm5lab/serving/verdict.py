@@ -31,12 +31,17 @@ def verdict(log: Path, lines: Sequence[str]) -> str:
         log: the whole output, if it could be written.
         lines: its end.
     """
+    return doctor(log) or first_error(lines)
+
+
+def doctor(log: Path) -> str:
+    """Layer, cause, evidence and fix by the doctor; "" where it knows none."""
     try:
         found = examine([str(log)]) if log.is_file() else None
     except InputError:
         found = None
     if found is None or found.layer is None or not found.cause:
-        return first_error(lines)
+        return ""
     said = found.evidence["text"] if found.evidence else ""
     return "; ".join(filter(None, [f"{found.layer}: {found.cause}", said[:LONGEST], found.fix]))
 

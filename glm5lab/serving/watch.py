@@ -67,18 +67,26 @@ class Watch:
         return self.clock() - self.seen <= self.stall_s
 
 
-def hold(server: Server, client: Client, stall_s: float | None) -> None:
+def hold(
+    server: Server,
+    client: Client,
+    stall_s: float | None,
+    say: Callable[[str], None] = lambda _line: None,
+) -> None:
     """Wait for the end of a server.
 
     Args:
         server: ready.
         client: for it.
         stall_s: seconds without a sign of work after which it counts as stuck; None for never.
+        say: gets a line where that cannot be told.
 
     Raises:
         ServerError: it ended by itself, or is stuck.
     """
     watch = None if stall_s is None else Watch(client, stall_s)
+    if watch is not None and not watch.able:
+        say("the server counts no tokens: an engine that stands still would not be noticed")
     checked = time.monotonic()
     while server.exit_code is None:
         time.sleep(POLL_S)

@@ -1,51 +1,74 @@
-"""TRITON_MLA_SPARSE: vLLM's attention backend over `glm5lab.attention`; vLLM loads it by name.
+"""TRITON_MLA_SPARSE: the backend as vLLM's selection sees it; vLLM loads it by name.
 
-Every token, of prefill and decode alike, takes the same way: the indexer has written its top-k
-positions, they become cache slots, and sparse MLA attends to the rows in those slots.
+What it accepts stands here. What runs stands in `backend_cuda` and `backend_cpu`, of which only
+the present platform's is imported.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-    MLAAttentionImpl,
-)
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
-from glm5lab.attention import implementation, implementation_name, store_implementation
-from glm5lab.attention.reference import slots_of
 from glm5lab.vllm_plugin import BACKEND
 
-logger = init_logger("vllm.glm5lab")
-
-Metadata = TypeVar("Metadata", bound=AttentionMetadata)
+# Widths of a cached row: GLM-5 with its rotary part, and GLM-5.3-Flash without.
+HEAD_SIZES = (576, 512)
+# Rows a page where the user names none: DeepGEMM's indexer takes no other page.
+PAGE_SIZE = 64
+FP8_NAMES = ("fp8", "fp8_e4m3")
 
 
 class TritonMLASparseBackend(AttentionBackend):
-    """Sparse MLA over rows in the model's own dtype."""
+    """Sparse MLA over rows in the model's own dtype, or as fp8_ds_mla."""
 
-    supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16"]
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
+    # fp8 and fp8_e4m3 become fp8_ds_mla, see patches.read_fp8_as_ds_mla.
+    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16", "fp8_ds_mla", *FP8_NAMES]
 
     @staticmethod
     def get_name() -> str:
         return BACKEND
 
     @staticmethod
-    def get_impl_cls() -> type["TritonMLASparseImpl"]:
+    def get_impl_cls() -> type:
+        if current_platform.is_cpu():
+            from glm5lab.vllm_plugin.backend_cpu import TritonMLASparseCpuImpl
+
+            return TritonMLASparseCpuImpl
+        from glm5lab.vllm_plugin.backend_cuda import TritonMLASparseImpl
+
         return TritonMLASparseImpl
 
     @staticmethod
-    def get_builder_cls() -> type["TritonMLASparseMetadataBuilder"]:
+    def get_builder_cls() -> type:
+        if current_platform.is_cpu():
+            from glm5lab.vllm_plugin.backend_cpu import TritonMLASparseCpuMetadataBuilder
+
+            return TritonMLASparseCpuMetadataBuilder
+        from glm5lab.vllm_plugin.backend_cuda import TritonMLASparseMetadataBuilder
+
         return TritonMLASparseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Pages of any size: the kernels see the cache as rows."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return default_block_size if default_block_size % PAGE_SIZE == 0 else PAGE_SIZE
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Pages lie a whole number of rows apart, which is what makes the cache rows."""
+        from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows
+
+        return spec if current_platform.is_cpu() else align_blocks_to_rows(spec)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_SIZES)
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -55,129 +78,35 @@ class TritonMLASparseBackend(AttentionBackend):
     def is_sparse(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Ampere and later: before it there are neither bfloat16 nor asynchronous copies."""
+        return capability.major >= 8
 
-@dataclass
-class TritonMLASparseMetadata(AttentionMetadata):
-    """One batch. T tokens of R requests; all of them count as decodes for vLLM's MLA layer."""
-
-    num_actual_tokens: int
-    num_decodes: int  # R
-    num_decode_tokens: int  # T
-    pages_of_token: torch.Tensor  # [T, pages] int32, gathered once for all layers
-    num_prefills: int = 0
-
-
-def request_of_token(batch: CommonAttentionMetadata) -> torch.Tensor:
-    """The request number of every token of a batch: [T] int64; padding belongs to request 0."""
-    counts = torch.diff(batch.query_start_loc_cpu[: batch.num_reqs + 1]).long()
-    owner = torch.repeat_interleave(torch.arange(batch.num_reqs), counts)
-    padding = batch.num_actual_tokens - owner.numel()
-    if padding > 0:
-        owner = torch.cat([owner, owner.new_zeros(padding)])
-    return owner[: batch.num_actual_tokens].to(batch.block_table_tensor.device)
-
-
-class BatchMetadataBuilder(AttentionMetadataBuilder[Metadata], Generic[Metadata]):
-    """What the builders here share; vLLM leaves the constructor abstract."""
-
-    _cudagraph_support: ClassVar = AttentionCGSupport.NEVER
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-
-class TritonMLASparseMetadataBuilder(BatchMetadataBuilder[TritonMLASparseMetadata]):
-    """Builds TritonMLASparseMetadata from vLLM's batch description."""
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> TritonMLASparseMetadata:
-        batch = common_attn_metadata
-        return TritonMLASparseMetadata(
-            num_actual_tokens=batch.num_actual_tokens,
-            num_decodes=batch.num_reqs,
-            num_decode_tokens=batch.num_actual_tokens,
-            pages_of_token=batch.block_table_tensor[request_of_token(batch)],
-        )
-
-
-class TritonMLASparseImpl(MLAAttentionImpl[TritonMLASparseMetadata], SharedTopkIndicesBuffer):
-    """The attention of one layer."""
-
-    is_sparse = True
-    supports_dense_mha_prefill = False
-    can_return_lse_for_decode = True
-
-    def __init__(
-        self,
-        num_heads: int,
+    @classmethod
+    def supports_combination(
+        cls,
         head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        topk_indices_buffer: torch.Tensor | None = None,
-        indexer: object | None = None,
-        **mla_arguments: Any,
-    ) -> None:
-        unsupported = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-        }
-        for name, value in unsupported.items():
-            if value:
-                raise NotImplementedError(f"{name}: {BACKEND} does not support it (got {value})")
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_lora_rank: int = mla_arguments["kv_lora_rank"]
-        device = current_platform.device_type
-        self.sparse_mla = implementation(device)
-        self.store_rows = store_implementation(device)
-        logger.info_once("%s runs its %s kernel.", BACKEND, implementation_name(device))
-        self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """What a cache row may be beside the model's dtype, and how long a top-k."""
+        from vllm.config import get_current_vllm_config_or_none
 
-    def record_logical_topk_ready(self) -> None:
-        """Nothing to record: top-k and attention run on one stream."""
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Store one row a token: kv_c_normed [T, latent] and k_pe [T, 1, rope]."""
-        if kv_cache.numel():
-            self.store_rows(kv_cache, slot_mapping.flatten(), kv_c_normed, k_pe.flatten(1))
-
-    def forward_mqa(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: TritonMLASparseMetadata,
-        layer: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend: q [T, H, latent + rope], or its two parts -> ([T, H, latent], LSE [T, H])."""
-        if isinstance(q, tuple):
-            q = torch.cat(q, -1)
-        assert self.topk_indices_buffer is not None
-        cache, tokens = kv_c_and_k_pe_cache, q.shape[0]
-        pages = attn_metadata.pages_of_token[:tokens]
-        slots = slots_of(self.topk_indices_buffer[:tokens], pages, cache.shape[1])
-        return self.sparse_mla(q, cache, slots, self.scale, d_v=self.kv_lora_rank)
+        named = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(kv_cache_dtype or "")
+        if named not in (None, dtype):
+            return f"rows are kept in the model's {dtype} or as fp8_ds_mla, not as {kv_cache_dtype}"
+        config = get_current_vllm_config_or_none()
+        if config is None or config.model_config is None:
+            return None
+        top_k = getattr(config.model_config.hf_text_config, "index_topk", None)
+        # vLLM turns positions into slots 128 at a time.
+        if top_k is None or top_k % 128:
+            return f"index_topk must be a multiple of 128, got {top_k}"
+        return None

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 )
 
 from glm5lab.attention.reference import mqa_logits, store_rows, top_k
-from glm5lab.vllm_plugin.backend import BatchMetadataBuilder
+from glm5lab.vllm_plugin.backend_cpu import BatchMetadataBuilder
 
 # Query tokens whose scores against all keys and index heads are held at once.
 TOKENS_AT_ONCE = 128

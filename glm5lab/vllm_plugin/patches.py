@@ -1,7 +1,8 @@
 """Every change to vLLM's behaviour that its extension points do not cover, in one place.
 
 Each function says why it exists, where upstream the matter lies, and when it can go.
-`apply` installs all of them and, through vLLM's public hooks, the backend and the loader.
+Those for CUDA devices stand in `cuda_patches`. `apply` installs all of them and, through vLLM's
+public hooks, the backend and the loader.
 """
 
 import copyreg
@@ -13,7 +14,7 @@ from importlib.metadata import Distribution, DistributionFinder, PackageNotFound
 from pathlib import Path
 from typing import Any
 
-from glm5lab.vllm_plugin import BACKEND, LOAD_FORMAT
+from glm5lab.vllm_plugin import BACKEND, LOAD_FORMAT, cuda_patches
 
 
 def apply() -> None:
@@ -24,7 +25,13 @@ def apply() -> None:
     """
     from vllm.logger import init_logger
 
-    for part in (register_backend, register_loader, accept_gguf_models, serve_on_the_cpu):
+    for part in (
+        register_backend,
+        register_loader,
+        accept_gguf_models,
+        serve_on_the_cpu,
+        *cuda_patches.parts(),
+    ):
         try:
             part()
         except Exception as error:

@@ -82,7 +82,7 @@ def _failure(scan: Scan, run: Run, event: Event, verdict: str = "failed") -> Dia
     rank, pid = _blamed(scan, run, event) if blamed else (None, None)
     result = Diagnosis(
         "failed",
-        "serving" if event.stage == "ready" else event.stage,
+        "serving" if event.stage == "ready" else event.stage or None,
         "",
         rank=rank,
         pid=pid,

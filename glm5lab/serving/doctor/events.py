@@ -104,6 +104,7 @@ class Run:
         progress: number of the last line that shows tokens being made.
         posts: number of the last request that was answered with 200.
         shutdown: number of the line with which a shutdown began that somebody asked for.
+        running: the last report of the engine has requests; None without a report.
         stalls: of each engine: how many reports in a row showed no tokens for running requests,
             and the first of them.
         waits: lines that say nothing goes on, the last 20 of them.
@@ -112,14 +113,14 @@ class Run:
     events: list[Event] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     rank: int = -1
-    stage: str = "start"
+    stage: str = ""
     marks: dict[str, Line] = field(default_factory=dict)
     fatal: int = 0
     ready: int = 0
     progress: int = 0
     posts: int = 0
     shutdown: int = 0
-    running: bool = False
+    running: bool | None = None
     stalls: dict[bytes, tuple[int, Line]] = field(default_factory=dict)
     waits: deque[Line] = field(default_factory=lambda: deque(maxlen=20))
 
@@ -127,6 +128,10 @@ class Run:
     def failed(self) -> bool:
         """Something failed in it that was not asked to stop."""
         return any(e.role in ("root", "late", "weak", "unknown", "symptom") for e in self.events)
+
+    def has_enough(self, exception: bool) -> bool:
+        """Exceptions (or mere errors) that no rule knows would only be counted from here on."""
+        return self.counts.get(f"?{exception}", 0) >= KEPT_OF_A_RULE
 
     def add(self, event: Event) -> None:
         """Keep an event, or only count it."""
@@ -178,6 +183,8 @@ class Scan:
     def process(self, event: Event) -> tuple[str | None, int | None]:
         """Name and process id of whom an event is about, as the log has them."""
         groups = event.groups
+        if event.rule is not None and event.rule.whom:
+            return event.rule.whom, self._pid_of(event.rule.whom)
         named = next((groups[g] for g in ("proc", "proc2", "proc3") if groups.get(g)), "")
         text = next((groups[g] for g in ("pid", "pid2") if groups.get(g)), "")
         if text and text.isdigit():

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from glm5lab.serving.doctor.literals import literals
+
 FILE = Path(__file__).with_name("rules.toml")
 LAYERS = (
     "gguf", "loader", "kernel", "backend", "engine", "distributed", "memory", "environment",
@@ -19,11 +21,27 @@ FOLD = bytes(
     ord(chr(c).lower()) if chr(c).isalnum() or c == ord("_") else ord(" ") for c in range(128)
 ) + bytes([ord(" ")] * 128)
 
-# Words that the scanner itself looks for.
-EXTRA = frozenset({b"traceback", b"above", b"during", b"new", b"output", b"still", b"waiting"})
-EXTRA_QUIET = frozenset(
-    {b"shutdown", b"shutting", b"signal", b"keyboardinterrupt", b"stopping", b"parent", b"waiting"}
-)
+# Words that the scanner itself looks for, with the text that must be there.
+EXTRA = {
+    "traceback": "traceback (most recent",
+    "above": "the above exception",
+    "during": "during handling of",
+    "new": "no new ",
+    "output": "no output ",
+    "still": "still ",
+    "waiting": "waiting for ",
+}
+EXTRA_QUIET = {
+    "shutdown": "shutdown triggered",
+    "shutting": "shutting down",
+    "signal": "trigger received signal",
+    "sigterm": "received sigterm",
+    "sigint": "received sigint",
+    "keyboardinterrupt": "keyboardinterrupt",
+    "stopping": "stopping ",
+    "deactivated": "deactivated",
+    "waiting": "waiting for ",
+}
 
 
 @dataclass(frozen=True)
@@ -35,11 +53,13 @@ class Rule:
     words: tuple[str, ...]
     pattern: re.Pattern[str]
     order: int
+    literals: tuple[str, ...]
     layer: str | None = None
     frames: re.Pattern[str] | None = None
     stages: tuple[str, ...] = ()
     quiet: bool = False
     fatal: bool = False
+    whom: str = ""
     cause: str = ""
     fix: str = ""
     confirm: str = ""
@@ -54,6 +74,7 @@ class Stage:
     rank: int
     words: tuple[str, ...]
     pattern: re.Pattern[str]
+    literals: tuple[str, ...]
     frames: re.Pattern[str] | None
 
 
@@ -83,6 +104,8 @@ class Book:
     Attributes:
         by_word: rules and stages by the words that a line must have for them, in their order.
         keys: the words that make a line worth a look; `quiet_keys` for lines below ERROR.
+        probes: for each of these words the strings of which a line must have one; `quiet_probes`
+            for lines below ERROR.
     """
 
     rules: tuple[Rule, ...]
@@ -94,6 +117,8 @@ class Book:
     stages_by_word: dict[bytes, tuple[Stage, ...]]
     keys: frozenset[bytes]
     quiet_keys: frozenset[bytes]
+    probes: dict[bytes, tuple[bytes, ...]]
+    quiet_probes: dict[bytes, tuple[bytes, ...]]
 
     def place(self, frames: str) -> str | None:
         """The layer of the innermost frame that a place knows."""
@@ -123,10 +148,17 @@ def parse(content: dict[str, Any]) -> Book:
     """Compile what the file says; ValueError names a rule that is wrong."""
     rules = tuple(_rule(entry, order) for order, entry in enumerate(content["rule"]))
     stages = tuple(
-        Stage(e["name"], rank, tuple(e["words"]), re.compile(e["pattern"]), _frames(e))
+        Stage(
+            name=e["name"],
+            rank=rank,
+            words=tuple(e["words"]),
+            pattern=re.compile(e["pattern"]),
+            literals=literals(e["pattern"]),
+            frames=_frames(e),
+        )
         for rank, e in enumerate(content["stage"])
     )
-    keys = _words(rules) | _words(stages) | EXTRA
+    quiet: list[Rule | Stage] = [*(rule for rule in rules if rule.quiet), *stages]
     return Book(
         rules=rules,
         places=tuple((re.compile(e["frames"]), e["layer"]) for e in content["place"]),
@@ -135,8 +167,10 @@ def parse(content: dict[str, Any]) -> Book:
         absence=Silence(**content["absence"]),
         rules_by_word=_index(rules),
         stages_by_word=_index(stages),
-        keys=keys,
-        quiet_keys=_words([r for r in rules if r.quiet]) | _words(stages) | EXTRA_QUIET,
+        keys=_words([*rules, *stages]) | _encoded([*EXTRA, *EXTRA_QUIET]),
+        quiet_keys=_words(quiet) | _encoded(EXTRA_QUIET),
+        probes=_probes([*rules, *stages], {**EXTRA, **EXTRA_QUIET}),
+        quiet_probes=_probes(quiet, EXTRA_QUIET),
     )
 
 
@@ -145,6 +179,7 @@ def _rule(entry: dict[str, Any], order: int) -> Rule:
     try:
         fields = {**entry, "words": tuple(entry["words"]), "stages": tuple(entry.get("stages", ()))}
         fields |= {"pattern": re.compile(entry["pattern"]), "frames": _frames(entry)}
+        fields |= {"literals": literals(entry["pattern"])}
         rule = Rule(order=order, **fields)
     except (KeyError, TypeError, re.error) as error:
         raise ValueError(f"{FILE.name}: rule {name}: {error}") from error
@@ -158,7 +193,24 @@ def _frames(entry: dict[str, Any]) -> re.Pattern[str] | None:
 
 
 def _words(entries: Iterable[Rule | Stage]) -> frozenset[bytes]:
-    return frozenset(word.encode() for entry in entries for word in entry.words)
+    return _encoded(word for entry in entries for word in entry.words)
+
+
+def _encoded(words: Iterable[str]) -> frozenset[bytes]:
+    return frozenset(word.encode() for word in words)
+
+
+def _probes(
+    entries: Iterable[Rule | Stage], extra: dict[str, str]
+) -> dict[bytes, tuple[bytes, ...]]:
+    """By word, the literals of all entries with it; one empty string where an entry has none."""
+    found: dict[str, set[str]] = {}
+    for entry in entries:
+        for word in entry.words:
+            found.setdefault(word, set()).update(entry.literals or ("",))
+    for word, text in extra.items():
+        found.setdefault(word, set()).add(text)
+    return {w.encode(): tuple(t.encode() for t in sorted(some)) for w, some in found.items()}
 
 
 def _index(entries: Iterable[Entry]) -> dict[bytes, tuple[Entry, ...]]:

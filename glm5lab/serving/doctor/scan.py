@@ -8,17 +8,13 @@ from glm5lab.serving.doctor.events import Event, Run, Scan, Trace
 from glm5lab.serving.doctor.lines import Line, parse
 from glm5lab.serving.doctor.reader import Numbered
 from glm5lab.serving.doctor.rules import FOLD, Book, Rule, book
+from glm5lab.serving.doctor.sieve import PREFIX, Sieve
 
 QUIET = frozenset({"DEBUG", "INFO", "WARNING"})
 LONGEST = 20_000  # characters of a line that patterns are tried on
 STALE = 60  # lines after which a traceback without a process name is over
 TAIL = 40
-# Bounds of what is remembered, so that no log makes the memory grow.
-MOST_TRACES, MOST_SOURCES, MOST_REPEATS = 512, 4096, 4096
-DULL = 64  # lines of one logging statement without a word of interest: the next ones are skipped
-TIRED = 40  # equal messages after which one is skipped
-
-PREFIX = 160  # bytes in which process, level and place stand
+MOST_TRACES = 512  # tracebacks open at the same time
 THROUGHPUT = b"Avg generation throughput: "
 NOTHING = b"Avg generation throughput: 0.0 tokens/s"
 NO_PROMPT = b"Avg prompt throughput: 0.0 tokens/s"
@@ -28,14 +24,16 @@ READY = b"Application startup complete"
 START = b"non-default args"
 WAITING = re.compile(
     r"no new (?:lines|output|log)|no output (?:for|since)|still (?:waiting|hanging|stuck)"
-    r"|Waiting for \d+ local, \d+ remote core engine|No available .*block found in \d+ second",
+    r"|Waiting for (?:\d+ local, \d+ remote )?core engine|Waiting for creating a placement group"
+    r"|No available .*block found in \d+ second",
     re.IGNORECASE,
 )
 WAIT_WORDS = frozenset({b"new", b"output", b"still", b"waiting", b"available"})
+# Somebody asked for the end; a process that ended by itself makes others shut down, too.
 SHUTDOWN = re.compile(
-    r"^Shutting down$|\[shutdown\] (?!.*unexpected)|Received (?:KeyboardInterrupt|SIG\w+)"
-    r"|trigger received signal|^KeyboardInterrupt\b|Stopping (?:the )?(?:vllm|glm)"
-    r"|Parent process exited, terminating|: Deactivated successfully",
+    r"^Shutting down$|\[shutdown\] API server: shutdown triggered"
+    r"|\[shutdown\] EngineCore: trigger received signal|Received (?:KeyboardInterrupt|SIG\w+)"
+    r"|^KeyboardInterrupt\b|Stopping (?:the )?(?:vllm|glm)|: Deactivated successfully",
 )
 SPARSE = re.compile(r"Resolved architecture: \w*(?:Dsa|V32)\w*")
 DENSE = re.compile(r"Using (?P<name>\w+) attention backend")
@@ -49,8 +47,7 @@ class Scanner:
         self.scan = Scan(file)
         self._traces: dict[bytes, Trace] = {}
         self._owner = self._time = ""
-        self._dull: dict[bytes, int] = {}
-        self._repeats: dict[bytes, int] = {}
+        self._sieve = Sieve(self.book)
 
     def read(self, blocks: Iterable[Numbered]) -> None:
         """Take more lines."""
@@ -66,7 +63,9 @@ class Scanner:
     def _settled(self) -> bool:
         """An earlier run has its cause: of the later ones it only matters whether they work."""
         return len(self.scan.runs) > 1 and any(
-            e.role == "root" for run in self.scan.runs[:-1] if run.fatal for e in run.events
+            e.role == "root" and e.number > run.ready
+            for run in self.scan.runs[:-1]
+            for e in run.events
         )
 
     def _glance(self, numbers: Sequence[int], lines: list[bytes]) -> int:
@@ -82,11 +81,10 @@ class Scanner:
 
     def _read(self, numbers: Sequence[int], lines: list[bytes]) -> int:
         """Look at every line; ends at a new run. This loop is the doctor's speed."""
-        fold, keys, quiet_keys = FOLD, self.book.keys, self.book.quiet_keys
-        dull, repeats, traces, runs = self._dull, self._repeats, self._traces, len(self.scan.runs)
+        sieve, traces, runs = self._sieve, self._traces, len(self.scan.runs)
         for count, (number, raw) in enumerate(zip(numbers, lines, strict=True), 1):
             head = raw[:PREFIX]
-            if b"INFO" in head:
+            if b" INFO" in head or head[:4] == b"INFO":
                 if THROUGHPUT in raw:
                     self._throughput(number, raw)
                     continue
@@ -94,49 +92,29 @@ class Scanner:
                     if b"POST /v1" in raw:
                         self.scan.run.posts = number
                     continue
-                place = head[head.find(b"[") : head.find(b".py:") + 9]
-                if dull.get(place, 0) > DULL:
-                    continue
-                words = quiet_keys.intersection(raw.translate(fold).split())
-                if not words:
-                    if b".py:" in place:
-                        dull[place] = dull.get(place, 0) + 1
-                    continue
-                dull[place] = -(10**9)
-                if len(dull) > MOST_SOURCES:
-                    dull.clear()
+                words = sieve.quiet(raw, head)
+            elif b'File "' in raw:
+                key = _key(raw)
+                trace = traces.get(key)
+                if trace is not None:
+                    trace.raw.append(raw)
+                    trace.last = number
+                    if not trace.front_end and not key:
+                        trace.front_end = any(part in raw for part in events.FRONT_END)
+                continue
+            elif (
+                (raw[:4] == b"    " or b"     " in head)
+                and b"rror: " not in raw
+                and b"atal" not in raw
+                and b"WARN" not in raw
+            ):
+                continue  # code in a traceback
             else:
-                if b'File "' in raw:
-                    trace = traces.get(_key(raw))
-                    if trace is not None:
-                        trace.raw.append(raw)
-                        trace.last = number
-                        if not trace.front_end:
-                            trace.front_end = any(part in raw for part in events.FRONT_END)
-                    continue
-                indented = raw[:4] == b"    " or b"     " in head
-                if indented and b"rror: " not in raw and b"atal" not in raw and b"WARN" not in raw:
-                    continue
-                message = raw[raw.find(b"] ") + 2 :]
-                if repeats.get(message, 0) > TIRED:
-                    continue
-                words = keys.intersection(raw.translate(fold).split())
-                if (
-                    not words
-                    and b"rror" not in raw
-                    and b"xception" not in raw
-                    and b"CRITICAL" not in head
-                    and head[:8] != b"Process "
-                    and b") Process " not in head
-                ):
-                    continue
-                if b"raceback (" not in raw:
-                    if len(repeats) > MOST_REPEATS:
-                        repeats.clear()
-                    repeats[message] = repeats.get(message, 0) + 1
-            self._line(number, raw, words)
-            if len(self.scan.runs) != runs:
-                return count
+                words = sieve.loud(raw, head)
+            if words is not None:
+                sieve.told(self._line(number, raw, words))
+                if len(self.scan.runs) != runs:
+                    return count
         return len(lines)
 
     def _throughput(self, number: int, raw: bytes) -> None:
@@ -159,12 +137,13 @@ class Scanner:
         if (b"Corrupted: " in raw and b"Corrupted: 0" not in raw) or b"Preemptions: " in raw:
             self._line(number, raw, frozenset({b"corrupted", b"preemptions"}))
 
-    def _line(self, number: int, raw: bytes, words: frozenset[bytes]) -> None:
-        """A line that may matter."""
+    def _line(self, number: int, raw: bytes, words: frozenset[bytes]) -> bool:
+        """Take a line apart that may matter; whether it did."""
         line = parse(number, raw)
         self.scan.know(line)
         line.time = self._time = line.time or self._time
-        if words & WAIT_WORDS and WAITING.search(line.text):
+        waits = bool(words & WAIT_WORDS) and WAITING.search(line.text) is not None
+        if waits:
             self.scan.run.waits.append(line)
         key = _key(raw)
         trace = self._traces.get(key)
@@ -172,11 +151,10 @@ class Scanner:
             del self._traces[key]
             trace = None
         if self._in_traceback(line, key, trace):
-            return
+            return True
         line.text = line.text[:LONGEST]
-        if line.level in QUIET or not line.level:
-            self._milestone(line, words)
-        self._judge(line, words, trace)
+        mark = (line.level in QUIET or not line.level) and self._milestone(line, words)
+        return self._judge(line, words, trace) or mark or waits
 
     def _in_traceback(self, line: Line, key: bytes, trace: Trace | None) -> bool:
         """Assemble tracebacks; True for a line of one that is not its exception."""
@@ -201,16 +179,17 @@ class Scanner:
             return True
         return trace.open and text.startswith("    ")
 
-    def _milestone(self, line: Line, words: frozenset[bytes]) -> None:
+    def _milestone(self, line: Line, words: frozenset[bytes]) -> bool:
         """Stages of a start, a new start, and a shutdown that somebody asked for."""
-        run = self.scan.run
+        run, found = self.scan.run, False
         for stage in {s for word in words for s in self.book.stages_by_word.get(word, ())}:
             if not stage.pattern.search(line.text):
                 continue
+            found = True
             restart = stage.rank == 0 and "platform" not in line.text
             if restart and (run.failed or run.shutdown or run.ready):
                 self._traces.clear()
-                self._repeats.clear()
+                self._sieve.forget()
                 run = Run()
                 self.scan.runs = [*self.scan.runs[:1], *self.scan.runs[1:][-6:], run]
             if stage.rank >= run.rank:
@@ -225,39 +204,48 @@ class Scanner:
         elif (backend := DENSE.search(line.text)) and "SPARSE" not in backend["name"].upper():
             self.scan.dense = self.scan.dense or line
         if run.shutdown == 0 and SHUTDOWN.search(line.text) and not run.failed:
-            run.shutdown, run.stage = line.number, "shutdown"
+            run.shutdown, run.stage, found = line.number, "shutdown", True
+        return found
 
-    def _judge(self, line: Line, words: frozenset[bytes], trace: Trace | None) -> None:
-        """Match the rules; else keep exceptions and errors that none knows."""
+    def _judge(self, line: Line, words: frozenset[bytes], trace: Trace | None) -> bool:
+        """Match the rules, else keep exceptions and errors that none knows; whether one did."""
         run, frames, stage = self.scan.run, "", self.scan.run.stage
+        quiet = line.level in QUIET
+        exception = not quiet and events.EXCEPTION.match(line.text) is not None
+        if exception and trace is not None:
+            trace.open, trace.last = False, line.number
+        if exception and not words and run.has_enough(exception):
+            return True
         if trace is not None:
             frames = trace.frames
             stage = self.book.stage_of(frames) or stage
-        quiet = line.level in QUIET
-        exception = not quiet and events.EXCEPTION.match(line.text) is not None
-        found = self._match(line.text, words, frames, stage, quiet)
-        if exception and trace is not None:
-            trace.open, trace.last = False, line.number
-        if found is not None:
+        if found := self._match(line.text, words, frames, stage, quiet):
             rule, match = found
             groups = {name: value or "" for name, value in match.groupdict().items()}
             run.add(Event(line, rule, stage, groups, frames, exception, trace))
             if rule.fatal:
-                self._repeats.clear()
-            return
-        if quiet or not (exception or line.level in ("ERROR", "CRITICAL")):
-            return
-        if exception or not (line.text.startswith("  ") or len(line.text) < 4):
+                self._sieve.forget()
+            return True
+        if exception or (
+            line.level in ("ERROR", "CRITICAL")
+            and not line.text.startswith("  ")
+            and len(line.text) >= 4
+        ):
             run.add(Event(line, None, stage, {}, frames, exception, trace))
+            return True
+        return False
 
     def _match(
         self, text: str, words: frozenset[bytes], frames: str, stage: str, quiet: bool
     ) -> tuple[Rule, re.Match[str]] | None:
         """The first rule that holds."""
         candidates = {r.order: r for w in words for r in self.book.rules_by_word.get(w, ())}
+        small = text.lower()
         for order in sorted(candidates):
             rule = candidates[order]
             if (quiet and not rule.quiet) or (rule.stages and stage not in rule.stages):
+                continue
+            if rule.literals and not any(part in small for part in rule.literals):
                 continue
             match = rule.pattern.search(text)
             if match and (rule.frames is None or rule.frames.search(frames)):

@@ -4,8 +4,11 @@ import re
 
 MASK = "***"
 _VALUE = r"""(?:"[^"\s]*"|'[^'\s]*'|[^\s,;'"&)\]}]+)"""
+# Names of secrets; of tokens only those that let somebody in, not those that a model counts.
 _NAME = (
-    r"""[\w-]*(?:api[_-]?key|access[_-]?key|secret|token|passw(?:or)?d|credential|signature)s?"""
+    r"""(?:[\w-]*(?:api[_-]?key|access[_-]?key|secret|passw(?:or)?d|credential|signature)s?"""
+    r"""|[\w-]*(?:hf|hub|face|api|auth|access|bearer|refresh|git\w*|session|security|user)"""
+    r"""[_-]?token|(?<![\w-])token)"""
 )
 # A word that is a secret by its form.
 _FORMS = re.compile(
@@ -14,6 +17,8 @@ _FORMS = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?)"
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?!\*\*\*)[\w.~+/=-]{6,}")
+# HF_TOKEN=VALUE, as in a shell.
+_VARIABLE = re.compile(r"\b([A-Z][A-Z0-9_]*(?:TOKEN|KEY|SECRET|PASSWORD)\s*=\s*)" + _VALUE)
 _HEADER = re.compile(r"(?i)\b(authorization|x-api-key)(['\"]?\s*[:=]\s*)(?!bearer|basic)" + _VALUE)
 _URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/@'\"<>]+@")
 # --api-key VALUE, --api-key=VALUE, HF_TOKEN=VALUE, "api_key": "VALUE", api_key=['A', 'B'].
@@ -31,6 +36,7 @@ def masked(text: str) -> str:
     text = _BEARER.sub(rf"\1\2{MASK}", text)
     text = _HEADER.sub(rf"\1\2{MASK}", text)
     text = _URL.sub(rf"\1{MASK}@", text)
+    text = _VARIABLE.sub(rf"\1{MASK}", text)
     text = _OPTION.sub(rf"\1{MASK}", text)
     text = _LIST.sub(rf"\1{MASK}", text)
     return _FIELD.sub(rf"\1{MASK}", text)

@@ -8,7 +8,7 @@ from glm5lab.serving.doctor.rules import Silence, book
 from glm5lab.serving.doctor.verdict import Diagnosis
 from glm5lab.serving.doctor.wording import DURING, evidence
 
-STALLED = 4  # reports in a row without a token for running requests: 40 seconds
+STALLED = 3  # reports in a row without a token for running requests: 30 seconds
 TOLD = 3  # lines such as `no new lines`
 HANG_WEIGHT = 25
 
@@ -30,7 +30,7 @@ def stall(scan: Scan, run: Run, failed: int) -> Event | Diagnosis | None:
     first = min([line.number for line in silent] + [e.number for e in notices], default=0)
     if not first or 0 < failed < first:
         return None
-    if notices and (run.running or not run.progress) and len(notices) + len(silent) > 1:
+    if notices and run.running is not False and len(notices) + len(silent) > 1:
         return notices[0]
     return None if failed or not silent else _livelock(scan, run, silent)
 

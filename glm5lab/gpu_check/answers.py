@@ -1,0 +1,139 @@
+"""Answers of TRITON_MLA_SPARSE beside those of vLLM's own backends: `glm5lab backends answers`."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from glm5lab.attention.compile import MODULES
+from glm5lab.errors import CheckError
+from glm5lab.gpu_check.cases import CASES, LENGTHS, PAIRS, EngineCase
+from glm5lab.gpu_check.compare import Difference, as_dicts, differences, line, pooled_mean
+from glm5lab.gpu_check.machine import machine
+from glm5lab.gpu_check.model import write_model
+from glm5lab.gpu_check.run import run_cases
+from glm5lab.json_output import require_writable, write_json
+
+# Ours may be this much further from a native backend than two native comparisons are apart: each
+# is a mean over some 40,000 tokens, of which a few per cent change an expert or a key.
+BOUND = 1.1
+
+
+def check_answers(
+    work: Path,
+    names: Sequence[str],
+    at_once: int,
+    timeout_s: float,
+    out: Path | None,
+    echo: Callable[[str], None],
+) -> None:
+    """Run the cases, print every comparison, write all figures.
+
+    Args:
+        work: folder for models, answers and logs.
+        names: of the cases; all where empty.
+        at_once: engines side by side on the GPU.
+        timeout_s: seconds an engine may take.
+        out: JSON file, or None.
+        echo: where lines go.
+
+    Raises:
+        CheckError: an engine failed, or ours is further from vLLM's than those are apart.
+        InputError: the file cannot be written.
+    """
+    require_writable(out)
+    cases = chosen(names)
+    kinds = sorted({case.kind for case in cases})
+    models = {kind: write_model(work / f"model-{kind}", kind) for kind in kinds}
+    found = run_cases(cases, models, work, at_once, timeout_s, echo=echo)
+    report = compared(cases, found, echo)
+    write_json(out, machine("glm5lab backends answers") | report)
+    if report["wrong"]:
+        raise CheckError("; ".join(report["wrong"]))
+
+
+def chosen(names: Sequence[str]) -> list[EngineCase]:
+    """The cases of these names.
+
+    Raises:
+        CheckError: there is no case of a name.
+    """
+    known = {case.name: case for case in CASES}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise CheckError(f"no case is called {unknown[0]!r}; there are {', '.join(known)}")
+    return [known[name] for name in names] if names else list(CASES)
+
+
+def compared(
+    cases: Sequence[EngineCase], found: dict[str, dict[str, Any]], echo: Callable[[str], None]
+) -> dict[str, Any]:
+    """Every comparison that the answers allow, what compiled while serving, and what is wrong."""
+    rows: dict[str, list[Difference]] = {}
+    for name, (a, b, _) in PAIRS.items():
+        if all("alone" in found.get(case, {}) for case in (a, b)):
+            rows[name] = differences(LENGTHS, found[a]["alone"], found[b]["alone"])
+    for case in cases:
+        answer = found[case.name]
+        if "together" in answer:
+            together = differences(LENGTHS, answer["alone"], answer["together"])
+            rows[f"{case.name}, alone and together"] = together
+        if "again" in answer:
+            first, second = answer["again"]
+            rows[f"{case.name}, again from the cache"] = differences(LENGTHS, first, second)
+    for name, table in rows.items():
+        for row in table:
+            echo(line(name, row))
+    serving = {name: serving_facts(answer) for name, answer in found.items()}
+    for name, facts in serving.items():
+        echo(f"{name}: {facts}")
+    return {
+        "differences": {name: as_dicts(table) for name, table in rows.items()},
+        "mean": {name: pooled_mean(table) for name, table in rows.items()},
+        "engines": serving,
+        "wrong": wrong(rows, serving),
+    }
+
+
+def serving_facts(answer: dict[str, Any]) -> dict[str, Any]:
+    """What an engine shows besides its answers: start, kernels compiled late, cached tokens."""
+    if "error" in answer:
+        return {"error": answer["error"]}
+    ours = [text for text in answer["compiled"] if is_ours(text)]
+    facts = {
+        "started_s": round(answer["started_s"], 1),
+        "compiled_while_serving": len(answer["compiled"]),
+        "of_these_ours": len(ours),
+    }
+    if "again" in answer:
+        facts["cached"] = [entry["cached"] for entry in answer["again"][1]]
+    return facts
+
+
+def is_ours(text: str) -> bool:
+    """Whether a line of vLLM's JIT monitor is about a kernel of glm5lab."""
+    return any(f": {name} " in text for name in kernel_names())
+
+
+@cache
+def kernel_names() -> tuple[str, ...]:
+    """The Triton kernels of glm5lab."""
+    modules = [import_module(name) for name in MODULES]
+    return tuple(name for m in modules for name in vars(m) if name.endswith("_kernel"))
+
+
+def wrong(rows: dict[str, list[Difference]], serving: dict[str, dict[str, Any]]) -> list[str]:
+    """One line for each failure; empty where all holds."""
+    found = [f"{name}: {facts['error']}" for name, facts in serving.items() if "error" in facts]
+    for name, facts in serving.items():
+        if facts.get("of_these_ours"):
+            found.append(f"{name}: {facts['of_these_ours']} kernels of ours compiled while serving")
+        if "cached" in facts and not any(facts["cached"]):
+            found.append(f"{name}: nothing came from the prefix cache")
+    for name, (_, _, bound) in PAIRS.items():
+        if bound in rows and name in rows:
+            mine, native = pooled_mean(rows[name]), pooled_mean(rows[bound])
+            if mine > BOUND * native:
+                found.append(f"{name}: mean {mine:.4f}, where {bound!r} has {native:.4f}")
+    return found

@@ -1,0 +1,101 @@
+"""What is run: backends, cache formats and serving features, and which answers are compared."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LENGTHS = (17, 900, 2047, 2048, 2049, 6000, 30000)
+OURS, FLASHMLA, FLASH_ATTN = "TRITON_MLA_SPARSE", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """One engine.
+
+    Attributes:
+        name: of the case.
+        backend: vLLM's name of the attention backend.
+        kind: of the model, see `model.architecture`.
+        options: further arguments of vllm.LLM.
+        env: variables of its process.
+        together: all prompts at once as well: mixed batches.
+        again: every prompt two times more, without log-probabilities of the prompt, for which
+            vLLM leaves its prefix cache aside.
+    """
+
+    name: str
+    backend: str
+    kind: str = "full"
+    options: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    together: bool = False
+    again: bool = False
+
+
+EAGER = {"enforce_eager": True}
+FP8 = {"kv_cache_dtype": "fp8_ds_mla"}
+CHUNKS = {"max_num_batched_tokens": 1024, "enable_prefix_caching": True}
+# Prompts no longer than the top-k attend densely elsewhere: here the sparse kernel serves them.
+MQA = {"attention_config": {"sparse_mla_force_mqa": True}}
+TRITON = {"GLM5LAB_INDEXER": "triton"}
+
+
+def mtp(tokens: int) -> dict[str, Any]:
+    """Speculative decoding with the model's own MTP layer."""
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": tokens}}
+
+
+CASES = (
+    EngineCase("flash_attn", FLASH_ATTN, options=EAGER),
+    EngineCase("flashmla", FLASHMLA, options=EAGER),
+    EngineCase("ours", OURS, options=EAGER),
+    EngineCase("flashmla fp8", FLASHMLA, options=EAGER | FP8),
+    EngineCase("ours fp8", OURS, options=EAGER | FP8),
+    EngineCase("flash_attn graphs", FLASH_ATTN, together=True),
+    EngineCase("ours graphs", OURS, together=True),
+    EngineCase("ours fp8 graphs", OURS, options={"kv_cache_dtype": "fp8"}, together=True),
+    EngineCase("flash_attn mtp 3", FLASH_ATTN, options=mtp(3)),
+    EngineCase("ours mtp 1", OURS, options=mtp(1)),
+    EngineCase("ours mtp 3", OURS, options=mtp(3)),
+    EngineCase("ours triton indexer", OURS, env=TRITON, together=True),
+    EngineCase("ours triton indexer mtp 3", OURS, options=mtp(3), env=TRITON),
+    EngineCase("flash_attn chunks", FLASH_ATTN, options=CHUNKS, again=True),
+    EngineCase("ours chunks", OURS, options=CHUNKS, again=True),
+    EngineCase("flash_attn mqa", FLASH_ATTN, options=MQA),
+    EngineCase("ours mqa", OURS, options=MQA),
+    EngineCase("flash_attn share", FLASH_ATTN, "share"),
+    EngineCase("flashmla share", FLASHMLA, "share", options=EAGER),
+    EngineCase("ours share", OURS, "share"),
+)
+
+# Which answers are compared: a name -> two cases, and the comparison of native backends whose
+# spread bounds it (None: it is such a comparison itself).
+PAIRS: dict[str, tuple[str, str, str | None]] = {
+    "natives": ("flash_attn", "flashmla", None),
+    "natives, bf16 and fp8": ("flashmla", "flashmla fp8", None),
+    "natives, eager and graphs": ("flash_attn", "flash_attn graphs", None),
+    "natives, MTP 3": ("flash_attn graphs", "flash_attn mtp 3", None),
+    "natives, chunks": ("flash_attn graphs", "flash_attn chunks", None),
+    "natives, sparse prompts": ("flash_attn graphs", "flash_attn mqa", None),
+    "natives, IndexShare": ("flash_attn share", "flashmla share", None),
+    "ours and flash_attn": ("flash_attn", "ours", "natives"),
+    "ours and flashmla": ("flashmla", "ours", "natives"),
+    "ours fp8 and flashmla fp8": ("flashmla fp8", "ours fp8", "natives, bf16 and fp8"),
+    "ours, graphs and flash_attn's": ("flash_attn graphs", "ours graphs", "natives"),
+    "ours fp8, eager and graphs": ("ours fp8", "ours fp8 graphs", "natives, bf16 and fp8"),
+    "ours, MTP 1": ("ours graphs", "ours mtp 1", "natives"),
+    "ours, MTP 3": ("ours graphs", "ours mtp 3", "natives"),
+    "ours, Triton indexer": ("ours graphs", "ours triton indexer", "natives"),
+    "ours, Triton indexer, MTP 3": ("ours graphs", "ours triton indexer mtp 3", "natives"),
+    "ours, chunks": ("ours graphs", "ours chunks", "natives, chunks"),
+    "ours and flash_attn, sparse prompts": (
+        "flash_attn mqa",
+        "ours mqa",
+        "natives, sparse prompts",
+    ),
+    "ours and flash_attn, IndexShare": (
+        "flash_attn share",
+        "ours share",
+        "natives, IndexShare",
+    ),
+    "ours and flashmla, IndexShare": ("flashmla share", "ours share", "natives, IndexShare"),
+}

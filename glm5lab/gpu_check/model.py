@@ -1,0 +1,71 @@
+"""A random GLM-5-shaped model for one GPU: real attention, small everything else.
+
+Eight heads are one GPU's share at TP8. Latent, rotary and head widths, the indexer and its top-k
+are GLM-5's own; experts, inner widths and vocabulary are cut down.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from glm5lab.architecture import FULL, SHARED, Glm5Architecture
+from glm5lab.gguf.sample_hf import twin_config
+from glm5lab.gguf.sample_weights import centre, hf_shapes, scale
+
+KINDS = ("full", "share")
+SEED = 5
+
+
+def architecture(kind: str, layers: int = 4) -> Glm5Architecture:
+    """Dimensions: half of the layers dense, the others with experts, and one MTP layer.
+
+    Args:
+        kind: "full" (an indexer a layer) or "share" (every second layer reuses a selection).
+        layers: decoder layers.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    types = (FULL, SHARED) if kind == "share" else (FULL, FULL)
+    return replace(
+        Glm5Architecture.glm5(),
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=256,
+        intermediate_size=1536,
+        first_k_dense_replace=layers // 2,
+        vocab_size=16384,
+        indexer_types=tuple(types[layer % 2] for layer in range(layers)),
+        rms_norm_eps=1e-6,
+    )
+
+
+def write_model(folder: Path, kind: str, layers: int = 4, device: str = "cuda") -> Path:
+    """Write config.json and bfloat16 weights; a folder that is already there is taken as it is.
+
+    The weights depend on kind, layers and the kind of device alone. Logits have a standard
+    deviation of about 1.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    if (folder / "config.json").is_file():
+        return folder
+    folder.mkdir(parents=True)
+    arch = architecture(kind, layers)
+    generator = torch.Generator(device).manual_seed(SEED)
+    weights: dict[str, Any] = {}
+    for name, shape in hf_shapes(arch).items():
+        values = torch.randn(shape, generator=generator, device=device)
+        values = values * float(scale(name, shape)) + float(centre(name))
+        weights[name] = values.to(torch.bfloat16).cpu()
+    for layer in range(arch.num_hidden_layers, arch.block_count):
+        weights[f"model.layers.{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+        weights[f"model.layers.{layer}.shared_head.head.weight"] = weights["lm_head.weight"]
+    whole = {name: values.clone() for name, values in weights.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    config = twin_config(arch) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder

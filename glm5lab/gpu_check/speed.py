@@ -1,0 +1,81 @@
+"""Time per output token and time to first token of a running engine, step by step."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from glm5lab.gpu_check.child import prompt
+
+
+def measure(llm: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Medians over rounds, beside every round.
+
+    Args:
+        llm: a running vllm.LLM.
+        wanted: "requests" (how many at once), "context" (tokens of their prompts), "steps" (decode
+            steps a round), "first" (prompt lengths for the time to the first token), "rounds".
+
+    Returns:
+        "ms_per_token": requests -> ms of a decode step; "first_ms": length -> ms.
+    """
+    found: dict[str, Any] = {"ms_per_token": {}, "first_ms": {}}
+    rounds = wanted["rounds"]
+    for count in wanted["requests"]:
+        times = step_ms(llm.llm_engine, count, wanted["context"], wanted["steps"], rounds)
+        found["ms_per_token"][str(count)] = {"rounds": times, "median": median(times)}
+    for length in wanted["first"]:
+        times = [first_ms(llm.llm_engine, length, seed) for seed in range(rounds + 1)][1:]
+        found["first_ms"][str(length)] = {"rounds": times, "median": median(times)}
+    return found
+
+
+def step_ms(engine: Any, count: int, context: int, steps: int, rounds: int) -> list[float]:
+    """Milliseconds of a decode step of `count` requests, one figure a round of `steps`."""
+    names = submit(engine, [prompt(context, 100 + i) for i in range(count)], 4096)
+    seen: set[str] = set()
+    while len(seen) < count:
+        seen |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+    for _ in range(8):
+        engine.step()
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        times.append((time.perf_counter() - started) / steps * 1e3)
+    engine.abort_request(names)
+    drain(engine)
+    return times
+
+
+def first_ms(engine: Any, length: int, seed: int) -> float:
+    """Milliseconds from a request to its first token."""
+    started = time.perf_counter()
+    submit(engine, [prompt(length, 7000 + seed)], 1)
+    while not any(output.outputs[0].token_ids for output in engine.step()):
+        pass
+    elapsed = (time.perf_counter() - started) * 1e3
+    drain(engine)
+    return elapsed
+
+
+def submit(engine: Any, prompts: Sequence[list[int]], tokens: int) -> list[str]:
+    """Hand greedy requests to the engine; returns their names."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    names = [f"{time.perf_counter_ns()}-{i}" for i in range(len(prompts))]
+    for name, tokens_in in zip(names, prompts, strict=True):
+        engine.add_request(name, {"type": "token", "prompt_token_ids": tokens_in}, sampling)
+    return names
+
+
+def drain(engine: Any) -> None:
+    """Step until nothing is left."""
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, the lower of two."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -1,0 +1,65 @@
+"""Speed of TRITON_MLA_SPARSE beside vLLM's own backends in its engine: `glm5lab backends speed`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from glm5lab.errors import CheckError
+from glm5lab.gpu_check.cases import FLASH_ATTN, FLASHMLA, FP8, OURS, EngineCase
+from glm5lab.gpu_check.machine import machine
+from glm5lab.gpu_check.model import write_model
+from glm5lab.gpu_check.run import run_cases
+from glm5lab.json_output import require_writable, write_json
+
+WANTED = {
+    "requests": [1, 8, 64],
+    "context": 4096,
+    "steps": 48,
+    "rounds": 3,
+    "first": [2048, 32000],
+}
+CACHE = {"kv_cache_memory_bytes": 12 << 30}
+CASES = (
+    EngineCase("flash_attn", FLASH_ATTN, options=CACHE),
+    EngineCase("flashmla", FLASHMLA, options=CACHE),
+    EngineCase("ours", OURS, options=CACHE),
+    EngineCase("flashmla fp8", FLASHMLA, options=CACHE | FP8),
+    EngineCase("ours fp8", OURS, options=CACHE | FP8),
+)
+
+
+def measure_speed(
+    work: Path, layers: int, timeout_s: float, out: Path | None, echo: Callable[[str], None]
+) -> None:
+    """Measure one engine after the other, print a table, write all figures.
+
+    Args:
+        work: folder for the model, answers and logs.
+        layers: decoder layers of the model; with few, the host's work hides the GPU's.
+        timeout_s: seconds an engine may take.
+        out: JSON file, or None.
+        echo: where lines go.
+
+    Raises:
+        CheckError: an engine failed.
+        InputError: the file cannot be written.
+    """
+    require_writable(out)
+    models = {"full": write_model(work / f"model-{layers}", "full", layers)}
+    extra = {"speed": WANTED, "lengths": [17]}
+    found = run_cases(CASES, models, work, 1, timeout_s, extra, echo)
+    measured = {name: answer["speed"] for name, answer in found.items() if "speed" in answer}
+    for name, speed in measured.items():
+        echo(line(name, speed))
+    document = {"layers": layers, "heads": 8, "wanted": WANTED, "engines": measured}
+    write_json(out, machine("glm5lab backends speed") | document)
+    failed = [f"{name}: {answer['error']}" for name, answer in found.items() if "error" in answer]
+    if failed:
+        raise CheckError("; ".join(failed))
+
+
+def line(name: str, speed: dict[str, Any]) -> str:
+    """One engine's medians."""
+    steps = ", ".join(f"{n}: {x['median']:.2f}" for n, x in speed["ms_per_token"].items())
+    first = ", ".join(f"{n}: {x['median']:.0f}" for n, x in speed["first_ms"].items())
+    return f"{name:14} ms a token at requests {steps}; ms to the first token of {first}"

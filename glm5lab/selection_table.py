@@ -1,0 +1,83 @@
+"""Layer 0: which attention backend vLLM takes for GLM-5, on a device that need not be here.
+
+vLLM's own selection answers, in a process that pretends to have the device; see
+`vllm_plugin.pretend_cuda`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from glm5lab.env import child_environment
+from glm5lab.errors import Glm5labError
+
+Table = dict[str, dict[str, dict[str, dict[str, Any]]]]
+CAPABILITY = re.compile(r"\d{1,2}\.\d")
+TIMEOUT_S = 300
+
+
+def present_capabilities(facts: dict[str, Any]) -> list[str]:
+    """The capabilities of the GPUs in a report of `env`, where vLLM uses them; each once."""
+    if facts["platform"] != "cuda":
+        return []
+    found = [f"{major}.{minor}" for major, minor in (gpu["capability"] for gpu in facts["gpus"])]
+    return sorted(set(found))
+
+
+def selection(capabilities: Sequence[str]) -> Table:
+    """Capability -> "with flashinfer" or "without flashinfer" -> cache dtype -> what vLLM takes.
+
+    The last is a dict: chosen (a backend or None), native (the choice without glm5lab), valid, and
+    refused (backend -> reasons).
+
+    Args:
+        capabilities: such as "12.0".
+
+    Raises:
+        Glm5labError: a capability is none, or vLLM is missing or does not answer.
+    """
+    for capability in capabilities:
+        if not CAPABILITY.fullmatch(capability):
+            raise Glm5labError(f"capability: expected MAJOR.MINOR such as 12.0, got {capability!r}")
+    command = [sys.executable, "-m", "glm5lab.vllm_plugin.pretend_cuda", *capabilities]
+    child = subprocess.run(
+        command,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    lines = child.stdout.strip().splitlines()
+    if child.returncode or not lines:
+        last = (child.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Glm5labError(f"vLLM's selection could not be asked: {last}; `glm5lab env` says more")
+    return json.loads(lines[-1])
+
+
+def format_selection(table: Table) -> str:
+    """One small table a capability; a star marks what vLLM serves only with glm5lab."""
+    blocks = []
+    for capability, by_flashinfer in table.items():
+        columns = list(by_flashinfer)
+        rows = [["cache dtype", *columns]] + [
+            [dtype, *(_cell(by_flashinfer[name][dtype]) for name in columns)]
+            for dtype in by_flashinfer[columns[0]]
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        title = f"sparse attention of GLM-5 in bfloat16, compute capability {capability}"
+        blocks.append("\n".join([title, *lines]))
+    return "\n\n".join([*blocks, "* nothing serves it without glm5lab"])
+
+
+def _cell(choice: dict[str, Any]) -> str:
+    if choice["chosen"] is None:
+        return "none"
+    return choice["chosen"] + ("" if choice["native"] else " *")

@@ -1,0 +1,110 @@
+"""What `glm5lab backends` compares and when it fails; the engines themselves need a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5lab.errors import CheckError
+from glm5lab.gpu_check import answers, cases, soak
+from glm5lab.gpu_check.child import prompt
+from glm5lab.gpu_check.compare import difference, differences, pooled_mean
+from glm5lab.gpu_check.model import architecture, write_model
+
+
+def answer(prompt_values, tokens, logprobs):
+    return {"prompt": prompt_values, "tokens": tokens, "logprobs": logprobs}
+
+
+def test_a_difference_ends_where_tokens_part():
+    a = answer([-1.0, -2.0], [5, 6, 7], [{"5": -0.1}, {"6": -0.5, "8": -0.75}, {"7": -0.1}])
+    b = answer([-1.0, -2.5], [5, 8, 9], [{"5": -0.3}, {"8": -0.6, "6": -0.7}, {"9": -0.1}])
+    found = difference(3, a, b)
+    assert (found.same, found.generated) == (1, 3)
+    assert found.mean == pytest.approx(0.25)
+    assert found.largest == found.mean * 2 == 0.5
+    assert found.beyond == 0.5
+    assert found.step == pytest.approx(0.2)
+    assert found.margin == pytest.approx(0.25)
+
+
+def test_equal_answers_differ_in_nothing():
+    same = answer([-1.0], [5], [{"5": -0.1}])
+    (row,) = differences([2], [same], [same])
+    assert (row.same, row.mean, row.step, row.margin) == (1, 0, 0, 0)
+    assert pooled_mean([row]) == 0
+
+
+def table(mean):
+    """One prompt whose log-probabilities are `mean` apart."""
+    a = answer([-1.0], [5], [{"5": -0.1}])
+    b = answer([-1.0 - mean], [5], [{"5": -0.1}])
+    return differences([1000], [a], [b])
+
+
+def test_ours_may_be_as_far_from_a_native_backend_as_two_are_apart():
+    native = table(0.070)
+    assert not answers.wrong({"natives": native, "ours and flash_attn": table(0.075)}, {})
+    (line,) = answers.wrong({"natives": native, "ours and flash_attn": table(0.080)}, {})
+    assert line == "ours and flash_attn: mean 0.0800, where 'natives' has 0.0700"
+
+
+def test_late_kernels_of_ours_an_unused_cache_and_a_dead_engine_are_wrong():
+    monitor = "Triton kernel JIT compilation during inference: {} (constexprs={{}})"
+    good: dict[str, Any] = {"started_s": 1.0, "compiled": [monitor.format("fused_moe_kernel")]}
+    bad: dict[str, Any] = {"started_s": 1.0, "compiled": [monitor.format("_attend_kernel")]}
+    cold: dict[str, Any] = good | {"again": [[], [{"cached": 0}]]}
+    found: dict[str, dict[str, Any]] = {
+        "good": good,
+        "bad": bad,
+        "cold": cold,
+        "dead": {"error": "exit 1"},
+    }
+    facts = {name: answers.serving_facts(entry) for name, entry in found.items()}
+    assert facts["good"] == {"started_s": 1.0, "compiled_while_serving": 1, "of_these_ours": 0}
+    assert answers.wrong({}, facts) == [
+        "dead: exit 1",
+        "bad: 1 kernels of ours compiled while serving",
+        "cold: nothing came from the prefix cache",
+    ]
+
+
+def test_every_comparison_names_cases_and_a_native_one():
+    names = {case.name for case in cases.CASES}
+    assert len(names) == len(cases.CASES)
+    for name, (a, b, bound) in cases.PAIRS.items():
+        assert {a, b} <= names
+        assert (bound is None) == name.startswith("natives")
+        assert bound is None or cases.PAIRS[bound][2] is None
+    with pytest.raises(CheckError, match="no case is called 'theirs'"):
+        answers.chosen(["theirs"])
+    assert [case.name for case in answers.chosen(["ours"])] == ["ours"]
+
+
+def test_a_soak_fails_on_other_tokens_and_on_rising_memory():
+    flat = {"same": True, "memory_mib": [10, 90, 100, 100, 100, 100]}
+    assert not soak.wrong(flat)
+    rising = flat | {"memory_mib": [10, 20, 30, 40, 50, 60]}
+    assert soak.wrong(rising) == ["soak: memory rises from 40 to 60 MiB"]
+    assert soak.wrong(flat | {"same": False}) == [
+        "soak: the fixed sample got other tokens afterwards"
+    ]
+
+
+def test_the_model_has_real_attention_and_a_folder_is_taken_as_it_is(tmp_path):
+    arch = architecture("share")
+    assert (arch.num_attention_heads, arch.latent_dim, arch.index_topk) == (8, 576, 2048)
+    assert arch.indexer_types == ("full", "shared", "full", "shared")
+    assert arch.num_nextn_predict_layers == 1
+    with pytest.raises(ValueError, match="kind: expected one of full, share, got 'half'"):
+        architecture("half")
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    assert write_model(tmp_path, "full") == Path(tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_prompts_are_the_same_everywhere():
+    assert prompt(4) == prompt(4)
+    assert prompt(4) != prompt(4, seed=1)
+    assert len(prompt(17)) == 17
