@@ -108,3 +108,12 @@ def test_prompts_are_the_same_everywhere():
     assert prompt(4) == prompt(4)
     assert prompt(4) != prompt(4, seed=1)
     assert len(prompt(17)) == 17
+
+
+def test_cases_for_more_gpus_than_there_are_are_named_and_left_out():
+    lines: list[str] = []
+    kept = answers.fitting(cases.CASES, 1, lines.append)
+    assert {case.gpus for case in kept} == {1}
+    assert len(kept) + len(lines) == len(cases.CASES)
+    assert "ours tp 2: left out, it takes 2 GPUs and there are 1" in lines
+    assert answers.fitting(cases.CASES, 2, lines.append) == list(cases.CASES)

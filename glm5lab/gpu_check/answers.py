@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5lab.attention.compile import MODULES
+from glm5lab.env import find_gpus
 from glm5lab.errors import CheckError
 from glm5lab.gpu_check.cases import CASES, LENGTHS, PAIRS, EngineCase
 from glm5lab.gpu_check.compare import Difference, as_dicts, differences, line, pooled_mean
@@ -43,7 +44,7 @@ def check_answers(
         InputError: the file cannot be written.
     """
     require_writable(out)
-    cases = chosen(names)
+    cases = fitting(chosen(names), len(find_gpus()), echo)
     kinds = sorted({case.kind for case in cases})
     models = {kind: write_model(work / f"model-{kind}", kind) for kind in kinds}
     found = run_cases(cases, models, work, at_once, timeout_s, echo=echo)
@@ -66,6 +67,16 @@ def chosen(names: Sequence[str]) -> list[EngineCase]:
     return [known[name] for name in names] if names else list(CASES)
 
 
+def fitting(
+    cases: Sequence[EngineCase], gpus: int, echo: Callable[[str], None]
+) -> list[EngineCase]:
+    """The cases for which there are GPUs enough; the others are named."""
+    for case in cases:
+        if case.gpus > gpus:
+            echo(f"{case.name}: left out, it takes {case.gpus} GPUs and there are {gpus}")
+    return [case for case in cases if case.gpus <= gpus]
+
+
 def compared(
     cases: Sequence[EngineCase], found: dict[str, dict[str, Any]], echo: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -79,6 +90,9 @@ def compared(
         if "together" in answer:
             together = differences(LENGTHS, answer["alone"], answer["together"])
             rows[f"{case.name}, alone and together"] = together
+        if "awake" in answer:
+            awake = differences(LENGTHS, answer["alone"], answer["awake"])
+            rows[f"{case.name}, before and after"] = awake
         if "again" in answer:
             first, second = answer["again"]
             rows[f"{case.name}, again from the cache"] = differences(LENGTHS, first, second)

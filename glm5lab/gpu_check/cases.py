@@ -20,6 +20,8 @@ class EngineCase:
         together: all prompts at once as well: mixed batches.
         again: every prompt two times more, without log-probabilities of the prompt, for which
             vLLM leaves its prefix cache aside.
+        sleeps: every prompt again after the engine has slept and woken.
+        gpus: how many the engine takes.
     """
 
     name: str
@@ -29,6 +31,8 @@ class EngineCase:
     env: dict[str, str] = field(default_factory=dict)
     together: bool = False
     again: bool = False
+    sleeps: bool = False
+    gpus: int = 1
 
 
 EAGER = {"enforce_eager": True}
@@ -42,6 +46,11 @@ TRITON = {"GLM5LAB_INDEXER": "triton"}
 def mtp(tokens: int) -> dict[str, Any]:
     """Speculative decoding with the model's own MTP layer."""
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": tokens}}
+
+
+def parallel(**sizes: int) -> dict[str, Any]:
+    """Options of an engine on several GPUs, such as tensor=2."""
+    return {f"{name}_parallel_size": size for name, size in sizes.items()}
 
 
 CASES = (
@@ -62,6 +71,10 @@ CASES = (
     EngineCase("ours chunks", OURS, options=CHUNKS, again=True),
     EngineCase("flash_attn mqa", FLASH_ATTN, options=MQA),
     EngineCase("ours mqa", OURS, options=MQA),
+    EngineCase("ours asleep", OURS, options={"enable_sleep_mode": True}, sleeps=True),
+    EngineCase("ours tp 2", OURS, options=parallel(tensor=2), gpus=2),
+    EngineCase("ours dcp 2", OURS, options=parallel(tensor=2, decode_context=2), gpus=2),
+    EngineCase("ours pp 2", OURS, options=parallel(pipeline=2), gpus=2),
     EngineCase("flash_attn share", FLASH_ATTN, "share"),
     EngineCase("flashmla share", FLASHMLA, "share", options=EAGER),
     EngineCase("ours share", OURS, "share"),
@@ -86,6 +99,9 @@ PAIRS: dict[str, tuple[str, str, str | None]] = {
     "ours, MTP 3": ("ours graphs", "ours mtp 3", "natives"),
     "ours, Triton indexer": ("ours graphs", "ours triton indexer", "natives"),
     "ours, Triton indexer, MTP 3": ("ours graphs", "ours triton indexer mtp 3", "natives"),
+    "ours, TP 2": ("ours graphs", "ours tp 2", "natives"),
+    "ours, DCP 2": ("ours graphs", "ours dcp 2", "natives"),
+    "ours, PP 2": ("ours graphs", "ours pp 2", "natives"),
     "ours, chunks": ("ours graphs", "ours chunks", "natives, chunks"),
     "ours and flash_attn, sparse prompts": (
         "flash_attn mqa",

@@ -86,6 +86,10 @@ def main(case_file: str, out_file: str) -> None:
         result["again"] = [
             [answer(llm, [tokens], plain)[0] for tokens in prompts] for _ in range(2)
         ]
+    if case.get("sleeps"):
+        llm.sleep(level=1)
+        llm.wake_up()
+        result["awake"] = [answer(llm, [tokens], case)[0] for tokens in prompts]
     if case.get("speed"):
         from glm5lab.gpu_check.speed import measure
 

@@ -61,6 +61,7 @@ def run_case(
         "new_tokens": 16,
         "together": case.together,
         "again": case.again,
+        "sleeps": case.sleeps,
     }
     case_file, answers, log = (stem.with_suffix(s) for s in (".case", ".json", ".log"))
     case_file.write_text(json.dumps(document | extra))

