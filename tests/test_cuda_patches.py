@@ -187,3 +187,18 @@ print(json.dumps({
     found = run_pretended(capability, code)
     assert found["needed"]
     assert found["replaced"] == [expected] * 3
+
+
+def test_what_the_backend_takes_and_what_it_refuses():
+    code = """
+import torch
+from vllm.platforms import current_platform
+patches.register_backend(); cuda_patches.offer_on_cuda()
+cases = [{"head_size": 512}, {"use_dcp": True}, {"block_size": 48}, {"dtype": torch.float16},
+         {"head_size": 192}, {"use_pcp": True}, {"has_sink": True}, {"dtype": torch.float32},
+         {"use_sparse": False}]
+with pretend_cuda.sparse_model():
+    rows = [pretend_cuda.ask(type(current_platform), "auto", **case) for case in cases]
+print(json.dumps(["TRITON_MLA_SPARSE" in row["valid"] for row in rows]))
+"""
+    assert run_pretended((12, 0), code) == [True] * 4 + [False] * 5

@@ -171,19 +171,26 @@ def sparse_model() -> Iterator[None]:
         yield
 
 
-def ask(platform: Any, cache_dtype: str) -> dict[str, Any]:
-    """Which backend vLLM takes for GLM-5's sparse MLA in bfloat16, and why not the others."""
+def ask(platform: Any, cache_dtype: str, **further: Any) -> dict[str, Any]:
+    """Which backend vLLM takes for GLM-5's sparse MLA in bfloat16, and why not the others.
+
+    Args:
+        platform: class of the present platform.
+        cache_dtype: as vLLM names it.
+        further: fields of vLLM's AttentionSelectorConfig, such as head_size.
+    """
     import torch
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    config = AttentionSelectorConfig(
-        head_size=576,
-        dtype=torch.bfloat16,
-        kv_cache_dtype=cache_dtype,
-        block_size=None,
-        use_mla=True,
-        use_sparse=True,
-    )
+    fields = {
+        "head_size": 576,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": cache_dtype,
+        "block_size": None,
+        "use_mla": True,
+        "use_sparse": True,
+    }
+    config = AttentionSelectorConfig(**(fields | further))
     capability = platform.get_device_capability()
     valid, refused = platform.get_valid_backends(capability, config, num_heads=8)
     chosen = min(valid, key=lambda candidate: candidate.priority, default=None)
