@@ -1,5 +1,7 @@
 """Layer 4's proof: the engine agrees with both referees, and no deliberate mistake goes unseen."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from check_prompts import prompts_of
@@ -7,7 +9,8 @@ from check_prompts import prompts_of
 from glm5lab.check import engine, run_check
 from glm5lab.check.compare import TOLERANCE, compare_case
 from glm5lab.check.run import LazyHf
-from glm5lab.loading import transforms
+from glm5lab.gguf.part_reader import PartReader
+from glm5lab.loading import destinations, transforms
 
 FLOAT32 = TOLERANCE["float32"]
 
@@ -62,22 +65,14 @@ def v_before_k(monkeypatch):
     monkeypatch.setattr(transforms, "join_kv_b", join)
 
 
-def change_weights(monkeypatch, concerns, change):
-    """Puts `change(name, tensor)` between the file and vLLM, for names that it concerns."""
-    original = transforms.hf_weights
+def drop(monkeypatch, role):
+    """The engine gets zeros where the file has this role."""
+    original = PartReader.values
 
-    def hf_weights(model, mappings):
-        met = 0
-        for name, tensor in original(model, mappings):
-            met += concerns(name)
-            yield change(name, tensor) if concerns(name) else (name, tensor)
-        assert met  # otherwise the test would prove nothing
+    def values(self, part, blocks=None):
+        return original(self, part, blocks) * (part.tensor.role != role)
 
-    monkeypatch.setattr(transforms, "hf_weights", hf_weights)
-
-
-def drop(monkeypatch, ending):
-    change_weights(monkeypatch, lambda name: name.endswith(ending), lambda n, t: (n, t * 0))
+    monkeypatch.setattr(PartReader, "values", values)
 
 
 def k_norm_bias_dropped(monkeypatch):
@@ -85,20 +80,24 @@ def k_norm_bias_dropped(monkeypatch):
 
 
 def correction_bias_dropped(monkeypatch):
-    drop(monkeypatch, "mlp.gate.e_score_correction_bias")
+    drop(monkeypatch, "exp_probs_b.bias")
 
 
 def gate_and_up_swapped(monkeypatch):
-    other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    def copies(model, gguf, *arguments):
+        found = original(model, gguf, *arguments)
+        swapped = []
+        for copy in found:
+            name = copy.part.tensor.name
+            other = name.replace("gate_exps" if "gate_exps" in name else "up_exps", "SWAP")
+            other = other.replace("SWAP", "up_exps" if "gate_exps" in name else "gate_exps")
+            part = replace(copy.part, tensor=gguf.tensors[other])
+            swapped.append(replace(copy, part=part))
+        assert swapped != found  # otherwise the test would prove nothing
+        return swapped
 
-    def concerns(name):
-        return ".experts." in name and name.split(".")[-2] in other
-
-    def change(name, tensor):
-        *head, role, weight = name.split(".")
-        return ".".join([*head, other[role], weight]), tensor
-
-    change_weights(monkeypatch, concerns, change)
+    original = destinations.copies
+    monkeypatch.setattr("glm5lab.loading.loader.copies", copies)
 
 
 def indexer_rope_neox(monkeypatch):

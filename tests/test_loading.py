@@ -1,7 +1,13 @@
 """Layer 2: names, values on the way, what does not fit, and the audit of a load."""
 
 import json
-from typing import Any, cast
+import logging
+import re
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +16,13 @@ from safetensors.numpy import load_file
 
 from glm5lab.errors import CheckError, InputError
 from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.part_reader import PartReader
+from glm5lab.gguf.parts import whole
 from glm5lab.gguf.reader import open_gguf
-from glm5lab.loading import names, transforms
+from glm5lab.gguf.tensors import Tensor
+from glm5lab.loading import names, progress, report, transforms
+from glm5lab.loading.audit import Audit, not_taken, require_none
+from glm5lab.loading.destinations import Copy
 from glm5lab.loading.prepare import (
     MARKER,
     find_gguf,
@@ -19,8 +30,10 @@ from glm5lab.loading.prepare import (
     open_prepared,
     prepare,
 )
+from glm5lab.loading.ranks import RankError, Ranks
 from glm5lab.loading.reconcile import reconcile, require_complete
 from glm5lab.loading.shapes import expected_shapes
+from glm5lab.loading.streaming import Streamer
 
 
 def test_renames_act_on_whole_components():
@@ -134,47 +147,152 @@ def test_find_gguf_leaves_other_models_alone(sample_f32, tmp_path):
     assert not find_gguf(tmp_path / "absent")
 
 
-class Tiny(torch.nn.Module):
-    """Two parameters; `a` has vLLM's kind of weight loader, `b` has none."""
+def audit_of(*boxes, shape=(4, 6), padded=()):
+    """An audit that was told of these copies: (tensor, rows) or (tensor, rows, columns)."""
+    audit = Audit({"p": shape, "whole": (2,)}, padded)
+    audit.filled(Copy("whole", whole(tensor_like("w", (2,)))))
+    for name, rows, *columns in boxes:
+        width = columns[0] if columns else shape[-1]
+        part = whole(tensor_like(name, (len(rows), width)))
+        audit.filled(Copy("p", part, row=rows.start))
+    return audit
 
-    def __init__(self):
-        super().__init__()
-        self.a: Any = torch.nn.Parameter(torch.zeros(2))
-        self.b = torch.nn.Parameter(torch.zeros(2))
-        self.a.weight_loader = lambda parameter, value: parameter.data.copy_(value)  # type: ignore[attr-defined]
 
-
-def run_audit(weights, expected):
-    from glm5lab.loading.loader import LoadAudit
-
-    model = cast(Any, Tiny())
-    before = model.a.weight_loader
-    audit = LoadAudit(model)
-    with audit.watch():
-        for name, value in audit.announce(weights):
-            parameter = getattr(model, name.split(".")[-1])
-            parameter.weight_loader(parameter, value)
-    assert model.a.weight_loader is before
-    assert not hasattr(model.b, "weight_loader")
-    audit.require_complete(expected)
-    return model
+def tensor_like(name, shape):
+    return Tensor(name, shape, 0, "F32", 4 * int(np.prod(shape)), 0, Path("f.gguf"), 0)
 
 
 def test_audit_passes_a_complete_load():
-    one = torch.ones(2)
-    model = run_audit([("hf.a", one), ("hf.b", one)], {"hf.a": "a", "hf.b": "b"})
-    assert torch.equal(model.b, one)
+    assert audit_of(("a", range(3)), ("b", range(3, 4))).problems() == []
 
 
 @pytest.mark.parametrize(
-    ("loaded", "expected", "message"),
+    ("boxes", "message"),
     [
-        (["hf.a"], {"hf.a": "a", "hf.b": "b"}, r"hf\.b: loaded 0 times"),
-        (["hf.a", "hf.a", "hf.b"], {"hf.a": "a", "hf.b": "b"}, r"hf\.a: loaded 2 times"),
-        (["hf.a"], {"hf.a": "a"}, "b: no tensor fills it"),
-        (["hf.a", "hf.b"], {"hf.a": "a", "hf.b": "a"}, r"hf\.b: loaded into b unexpectedly"),
+        ([], "p: no tensor fills it"),
+        ([("a", range(3))], "p: 1 of its 4 rows are not filled"),
+        ([("a", range(3)), ("b", range(2, 4))], "p: filled twice, again by b"),
     ],
 )
-def test_audit_names_what_is_wrong(loaded, expected, message):
-    with pytest.raises(CheckError, match=message):
-        run_audit([(name, torch.ones(2)) for name in loaded], expected)
+def test_audit_names_what_is_wrong(boxes, message):
+    with pytest.raises(CheckError, match=f"the load audit found 1 problems: {message}"):
+        require_none(audit_of(*boxes).problems())
+
+
+@pytest.mark.parametrize("box", [("a", range(2, 5)), ("a", range(2), 7), ("a", range(2), 5)])
+def test_a_copy_that_does_not_fit_its_parameter_is_named(box):
+    with pytest.raises(CheckError, match=r"a: 1 x \d x \d from 0, \d on do not fit p \[4, 6\]"):
+        audit_of(box)
+
+
+def test_padding_is_left_to_those_who_may_have_it():
+    assert audit_of(("a", range(3), 5), padded={"p"}).problems() == []
+
+
+def test_ranks_that_took_too_little_or_parts_that_overlap_are_named():
+    tensor = tensor_like("t", (4, 6))
+
+    def problems(*rows):
+        return not_taken([{"t": [(0, 1, *r, 0, 6)]} for r in rows], [tensor])
+
+    assert problems((0, 4)) == []
+    assert problems((0, 4), (0, 4)) == []
+    assert problems((0, 2), (2, 4)) == []
+    assert problems((0, 2), (0, 2)) == [
+        "t: the ranks together took 12 of its 24 numbers, and several the same"
+    ]
+    assert problems((0, 3), (2, 4)) == ["t: the ranks took overlapping parts of it"]
+    assert not_taken([{}], [tensor]) == ["t: the ranks together took 0 of its 24 numbers"]
+
+
+class DictStore(dict[str, bytes]):
+    """torch's store, in this process."""
+
+    def set(self, key, value):
+        self[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key, default=None):
+        return self[key]
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+def test_a_failure_reaches_every_rank_and_the_first_one_stays():
+    store = DictStore()
+    ranks = [Ranks(store, rank, range(3), "x") for rank in range(3)]
+    ranks[0].look(now=True)
+    ranks[1].fail(InputError("f.gguf", "ends", "fetch it"))
+    ranks[2].fail(ValueError("second"))
+    for rank in (ranks[0], ranks[2]):
+        with pytest.raises(RankError, match=r"rank 1 could not load: f\.gguf: ends; fetch it"):
+            rank.look(now=True)
+    with pytest.raises(RankError, match="rank 1"):
+        ranks[0].exchange("done")
+    Ranks(store, 0, range(3), "y").look(now=True)
+    alone = Ranks(None)
+    alone.fail(ValueError("nobody listens"))
+    assert alone.exchange(5) == [5]
+
+
+def test_ranks_exchange_in_their_order():
+    store = DictStore()
+    answers: dict[int, Any] = {}
+
+    def work(rank):
+        answers[rank] = Ranks(store, rank, (2, 5), "x").exchange({"from": rank})
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (5, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {rank: [{"from": 2}, {"from": 5}] for rank in (2, 5)}
+
+
+def test_progress_says_bytes_seconds_and_layer(caplog, monkeypatch):
+    monkeypatch.setattr(progress, "SAY_S", 0.0)
+    logger = logging.getLogger("progress")
+    with caplog.at_level(logging.INFO, "progress"):
+        shown = progress.Progress(4 << 30, logger, True, "rank 0 of 2")
+        shown.add(1 << 30, "blk.7.ffn_up_exps.weight")
+        silent = progress.Progress(4 << 30, logger, False, "rank 1 of 2")
+        silent.add(1 << 30, "blk.7.ffn_up_exps.weight")
+    assert len(caplog.messages) == 1
+    assert re.fullmatch(
+        r"Loading, rank 0 of 2: 1\.0 of 4\.0 GiB in \d+\.\d s \([\d,]+ MiB/s\), at blk\.7",
+        caplog.messages[0],
+    )
+
+
+def test_the_report_has_a_name_for_every_rank(monkeypatch):
+    monkeypatch.delenv(report.VARIABLE, raising=False)
+    assert report.report_path(0, 1) is None
+    monkeypatch.setenv(report.VARIABLE, "/tmp/load.json")
+    names = [str(report.report_path(*a)) for a in ((0, 1), (3, 8), (3, 8, True), (0, 1, True))]
+    assert names == [
+        *("/tmp/load.json", "/tmp/load.rank3.json"),
+        *("/tmp/load.mtp.rank3.json", "/tmp/load.mtp.json"),
+    ]
+    with pytest.raises(InputError, match="cannot be written"):
+        report.write_report(Path("/nowhere/report.json"), {})
+
+
+def test_damage_is_named_with_its_place(tmp_path, sample_mix):
+    """Every type is looked at as it is loaded, packed or not; the block is counted in the whole."""
+    model = open_gguf(sample_mix)
+    name = "blk.1.ffn_down_exps.weight"
+    tensor = model.tensors[name]
+    assert tensor.type == "Q4_K"
+    path = Path(shutil.copy(tensor.path, tmp_path / "damaged.gguf"))
+    with path.open("r+b") as file:
+        file.seek(tensor.offset + (5 * 256 + 7) * 144 + 2)
+        file.write(np.float16(np.nan).tobytes())
+    part = replace(whole(replace(tensor, path=path)), stack=range(4, 12), rows=range(3, 250))
+    for packed, dtype in ((True, torch.uint8), (False, torch.float32)):
+        parameter = torch.zeros(8, 247, 144 if packed else 256, dtype=dtype)
+        copy = Copy("p", part, packed=packed)
+        with PartReader() as reader, pytest.raises(InputError) as error:
+            list(Streamer(reader, {"p": parameter}).run([copy]))
+        assert f"tensor '{name}' (Q4_K) is damaged" in str(error.value)
+        assert "at matrix 5, row 7, block 0" in str(error.value)

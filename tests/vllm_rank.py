@@ -8,6 +8,7 @@ split can be asked on a small machine. Prints each parameter's bytes as one line
 
 import json
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,20 @@ def fake_groups() -> None:
     type(current_platform).get_device_communicator_cls = classmethod(lambda cls: BASE)
 
 
-def parameter_bytes(file: str, tp: int, pp: int, rank: int, expert_parallel: bool) -> dict:
-    """Bytes of each parameter of one rank, by name."""
+def build(
+    file: str,
+    tp: int,
+    pp: int,
+    rank: int,
+    expert_parallel: bool,
+    device: str = "meta",
+    draft: bool = False,
+    **options: Any,
+) -> tuple[torch.nn.Module, Any]:
+    """One rank's model as vLLM builds it, and the engine's configuration.
+
+    With `draft` it is the model of multi-token prediction, for which `options` must ask.
+    """
     load_general_plugins()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp)
     fake_groups()
@@ -48,6 +61,7 @@ def parameter_bytes(file: str, tp: int, pp: int, rank: int, expert_parallel: boo
         distributed_executor_backend="mp",
         enforce_eager=True,
         max_model_len=64,
+        **options,
     ).create_engine_config()
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -55,8 +69,15 @@ def parameter_bytes(file: str, tp: int, pp: int, rank: int, expert_parallel: boo
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(tp * pp, rank, "tcp://127.0.0.1:1", 0, "fake")
         parallel_state.initialize_model_parallel(tp, pp, backend="fake")
-        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-            model = initialize_model(vllm_config=config)
+        with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
+            other = config.speculative_config.draft_model_config if draft else None
+            model = initialize_model(vllm_config=config, model_config=other)
+    return model, config
+
+
+def parameter_bytes(*arguments: Any) -> dict[str, int]:
+    """Bytes of each parameter of one rank, by name; arguments as for `build`."""
+    model, _ = build(*arguments)
     return {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
 
 

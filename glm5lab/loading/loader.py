@@ -1,32 +1,36 @@
 """vLLM's model loader for GGUF files, with an audit at its end; vLLM loads this module.
 
-Weights are dequantized and handed to the model under their Hugging Face names; vLLM's own code
-fuses and slices them. The audit watches every parameter's weight loader.
+Every rank reads the parts that it keeps and copies them to their places itself; vLLM's own weight
+loaders, which take whole tensors, are not called.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from math import prod
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
+from vllm.distributed import get_tp_group, get_world_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from glm5lab.errors import CheckError
 from glm5lab.gguf.config import hf_config
+from glm5lab.gguf.part_reader import PartReader
 from glm5lab.gguf.reader import GgufModel
-from glm5lab.loading import transforms
-from glm5lab.loading.names import NameMapping, hf_names
+from glm5lab.loading.audit import Audit, not_taken, require_none
+from glm5lab.loading.destinations import Copy, copies
+from glm5lab.loading.mtp import is_mtp, mtp_mappings
+from glm5lab.loading.names import NameMapping
 from glm5lab.loading.prepare import open_prepared
+from glm5lab.loading.progress import Progress
+from glm5lab.loading.ranks import Ranks, ranks_of
 from glm5lab.loading.reconcile import require_complete
+from glm5lab.loading.report import report, report_path, write_report
+from glm5lab.loading.streaming import Streamer
 
-logger = init_logger("vllm.glm5lab")
+logger: logging.Logger = init_logger("vllm.glm5lab")
 
 
 class GgufModelLoader(BaseModelLoader):
@@ -36,111 +40,144 @@ class GgufModelLoader(BaseModelLoader):
         """Nothing to download: the shards are local files."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Fill every parameter of the model.
+        """Fill every parameter of the model, or of its part on this rank.
 
         Raises:
-            InputError: the folder or its shards cannot be used.
-            CheckError: the audit found parameters or tensors that were not handled.
+            InputError: the folder or its shards cannot be used, or are damaged.
+            CheckError: the audit found parameters or tensors that were not handled; RankError
+                where another rank met an error.
         """
-        gguf = open_prepared(model_config.model)
-        mappings = require_complete(gguf, hf_config(gguf)).loaded
-        audit = LoadAudit(model)
-        with audit.watch():
-            model.load_weights(audit.announce(progress(gguf, mappings)))  # type: ignore[operator]
-        audit.require_complete(expected_loads(gguf, mappings))
+        draft = is_mtp(dict(model.named_parameters()))
+        # A draft model is on the last pipeline stage only.
+        group = get_tp_group() if draft else get_world_group()
+        ranks = ranks_of(group.ranks, "mtp" if draft else "model")
+        try:
+            _Load(model, open_prepared(model_config.model), ranks, draft).run()
+        except BaseException as error:
+            ranks.fail(error)
+            raise
+
+
+@dataclass
+class _Load:
+    """One load of one model on this rank."""
+
+    model: nn.Module
+    gguf: GgufModel
+    ranks: Ranks
+    draft: bool
+
+    def run(self) -> None:
+        """Fill, compare with the other ranks, report."""
+        mappings = self._mappings()
+        loaded = [m for m in mappings if not m.dropped]
+        plan = copies(self.model, self.gguf, loaded, self._elsewhere)
+        parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        plan = under_first_names(plan, self.model, parameters)
+        padded = zero_padding(self.model, parameters)
+        audit = Audit({name: tuple(p.shape) for name, p in parameters.items()}, padded)
+        progress = Progress(sum(c.nbytes for c in plan), logger, self.ranks.leads, self._label)
+        with PartReader() as reader:
+            self._fill(reader, plan, parameters, audit, progress)
+        self._agree(audit, loaded)
+        self._report(audit, parameters, mappings, progress)
         logger.info(
-            "Loaded %d tensors of %s into %d parameters; each parameter was filled, each tensor "
-            "was used.",
-            len(mappings),
-            gguf.path.name,
-            len(audit.parameters),
+            "Loaded %d tensors of %s into %d parameters, %s: each parameter was filled, each "
+            "tensor was used; %s.",
+            len(loaded),
+            self.gguf.path.name,
+            len(parameters),
+            self._label,
+            progress,
         )
 
+    @property
+    def _label(self) -> str:
+        return f"rank {self.ranks.rank} of {len(self.ranks.members)}"
 
-def progress(
-    gguf: GgufModel, mappings: Sequence[NameMapping]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """`transforms.hf_weights` with a progress bar over dequantized bytes."""
-    total = sum(4 * prod(gguf.tensors[m.gguf].shape) for m in mappings)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Dequantizing", mininterval=1.0) as bar:
-        for name, tensor in transforms.hf_weights(gguf, mappings):
-            yield name, tensor
-            bar.update(tensor.nbytes)
+    def _mappings(self) -> list[NameMapping]:
+        config = hf_config(self.gguf)
+        if self.draft:
+            return mtp_mappings(self.gguf, config)
+        return require_complete(self.gguf, config).mappings
 
+    def _elsewhere(self, name: str) -> bool:
+        return is_pp_missing_parameter(name, self.model)
 
-def expected_loads(gguf: GgufModel, mappings: Sequence[NameMapping]) -> dict[str, str]:
-    """Hugging Face name -> the vLLM parameter that it must reach."""
-    return {
-        name: mapping.vllm
-        for mapping in mappings
-        for name in hf_names(mapping, gguf.tensors[mapping.gguf].shape[0])
-    }
-
-
-class LoadAudit:
-    """Records which tensor went into which parameter, and proves that nothing was left out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.parameters = dict(model.named_parameters())
-        self.loads: Counter[tuple[str, str]] = Counter()  # (HF name, vLLM parameter)
-        self.elsewhere: set[str] = set()  # experts that another rank holds
-        self._current = ""
-
-    def announce(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass weights through, remembering the one that is being loaded."""
-        for name, tensor in weights:
-            self._current = name
-            yield name, tensor
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Record every call of a parameter's weight loader while the context is open."""
-        originals = {}
-        for name, parameter in self.parameters.items():
-            original = getattr(parameter, "weight_loader", None)
-            originals[name] = original
-            recorder = self._recorder(name, original or default_weight_loader)
-            parameter.weight_loader = recorder  # type: ignore[attr-defined]
+    def _fill(
+        self,
+        reader: PartReader,
+        plan: Sequence[Copy],
+        parameters: dict[str, torch.Tensor],
+        audit: Audit,
+        progress: Progress,
+    ) -> None:
         try:
-            yield
+            for copy in plan:
+                if not copy.part.elements:  # a rank without any of the vocabulary's rows
+                    audit.filled(copy)
+            for piece in Streamer(reader, parameters).run(plan):
+                audit.filled(piece)
+                progress.add(piece.nbytes, piece.part.tensor.name)
+                self.ranks.look()
         finally:
-            for name, original in originals.items():
-                if original is None:
-                    del self.parameters[name].weight_loader  # type: ignore[attr-defined]
-                else:
-                    self.parameters[name].weight_loader = original  # type: ignore[attr-defined]
+            progress.close()
 
-    def _recorder(self, name: str, load: Callable[..., Any]) -> Callable[..., Any]:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            result = load(*args, **kwargs)
-            if result is False:  # vLLM's answer for an expert that this rank does not hold
-                self.elsewhere.add(self._current)
-            else:
-                self.loads[self._current, name] += 1
-            return result
+    def _agree(self, audit: Audit, loaded: Sequence[NameMapping]) -> None:
+        """Every rank's problems are every rank's error."""
+        told = self.ranks.exchange((audit.problems(), audit.boxes()))
+        label = len(told) > 1
+        problems = [
+            f"rank {rank}: {problem}" if label else problem
+            for rank, (found, _) in zip(self.ranks.members, told, strict=True)
+            for problem in found
+        ]
+        tensors = [self.gguf.tensors[m.gguf] for m in loaded]
+        require_none(problems + not_taken([boxes for _, boxes in told], tensors))
 
-        return record
+    def _report(
+        self,
+        audit: Audit,
+        parameters: dict[str, torch.Tensor],
+        mappings: Sequence[NameMapping],
+        progress: Progress,
+    ) -> None:
+        path = report_path(self.ranks.rank, len(self.ranks.members), self.draft)
+        if path is None:
+            return
+        sizes = {
+            name: (str(p.dtype).removeprefix("torch."), p.numel() * p.element_size())
+            for name, p in parameters.items()
+        }
+        totals = {
+            "file": str(self.gguf.path),
+            "file_bytes": self.gguf.nbytes,
+            "rank": self.ranks.rank,
+            "ranks": len(self.ranks.members),
+            "bytes_read": progress.done,
+            "seconds": round(progress.seconds, 3),
+        }
+        write_report(path, report(audit, sizes, [m for m in mappings if m.dropped], totals))
 
-    def problems(self, expected: dict[str, str]) -> list[str]:
-        """Sentences naming every tensor and parameter that was not handled exactly once."""
-        found = []
-        for hf, parameter in expected.items():
-            times = self.loads.pop((hf, parameter), 0)
-            absent = hf in self.elsewhere or is_pp_missing_parameter(parameter, self.model)
-            if times != 1 and not (times == 0 and absent):
-                found.append(f"{hf}: loaded {times} times into {parameter}, expected once")
-        found += [f"{hf}: loaded into {p} unexpectedly" for hf, p in self.loads]
-        filled = set(expected.values())
-        found += [f"{p}: no tensor fills it" for p in self.parameters if p not in filled]
-        return found
 
-    def require_complete(self, expected: dict[str, str]) -> None:
-        """Raise CheckError that lists the problems, if there are any."""
-        problems = self.problems(expected)
-        if problems:
-            raise CheckError(
-                f"the load audit found {len(problems)} problems: " + "; ".join(problems[:20])
-            )
+def under_first_names(
+    plan: Sequence[Copy], model: nn.Module, parameters: dict[str, torch.Tensor]
+) -> list[Copy]:
+    """The copies under the names of `named_parameters`, where one parameter may have several."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return [replace(c, parameter=names[id(model.get_parameter(c.parameter))]) for c in plan]
+
+
+def zero_padding(model: nn.Module, parameters: dict[str, torch.Tensor]) -> set[str]:
+    """Set to zero what may be larger than the file's tensors; their names.
+
+    Vocabularies are padded to a multiple of rows, experts to sizes that some kernels want.
+    """
+    found = set()
+    for path, module in model.named_modules():
+        if hasattr(module, "shard_indices") or hasattr(module, "expert_map_manager"):
+            for leaf, parameter in module.named_parameters(prefix=path, recurse=False):
+                if leaf in parameters and parameter.dim() > 1:
+                    parameter.data.zero_()
+                    found.add(leaf)
+    return found

@@ -1,4 +1,7 @@
-"""Changes to values between the file and vLLM: dequantize, join kv_b, unstack experts."""
+"""Changes to values between the file and Hugging Face's names: join kv_b, unstack experts.
+
+The loader joins kv_b by `join_kv_b`; `hf_weights` gives whole tensors, as a checkpoint holds them.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,0 +1,74 @@
+"""What a load did, as JSON: for each parameter its sources, types and bytes."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from glm5lab.errors import InputError
+from glm5lab.loading.audit import Audit
+from glm5lab.loading.names import NameMapping
+
+VARIABLE = "GLM5LAB_LOAD_REPORT"
+
+
+def report_path(rank: int, ranks: int, draft: bool = False) -> Path | None:
+    """Where a rank's report goes: GLM5LAB_LOAD_REPORT, its name with the rank where there are more.
+
+    "load.json" becomes "load.rank3.json", a speculative decoder's "load.mtp.rank3.json".
+    """
+    name = os.environ.get(VARIABLE, "")
+    if not name:
+        return None
+    path = Path(name)
+    marks = (".mtp" if draft else "") + (f".rank{rank}" if ranks > 1 else "")
+    return path.with_name(f"{path.stem}{marks}{path.suffix or '.json'}")
+
+
+def report(
+    audit: Audit,
+    sizes: Mapping[str, tuple[str, int]],
+    dropped: Sequence[NameMapping],
+    totals: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The report of one rank.
+
+    Args:
+        audit: of the load.
+        sizes: dtype and bytes of every parameter.
+        dropped: tensors that were left out, with their reasons.
+        totals: file, rank, ranks, seconds, bytes_read and the like.
+    """
+    parameters: list[dict[str, Any]] = []
+    for name, shape in audit.shapes.items():
+        sources: dict[str, dict[str, Any]] = {}
+        for part in audit.sources.get(name, ()):
+            tensor = part.tensor
+            entry = sources.setdefault(
+                tensor.name, {"tensor": tensor.name, "type": tensor.type, "bytes": 0}
+            )
+            entry["bytes"] += part.nbytes
+        dtype, nbytes = sizes[name]
+        parameters.append(
+            {
+                "parameter": name,
+                "shape": list(shape),
+                "dtype": dtype,
+                "bytes": nbytes,
+                "sources": list(sources.values()),
+            }
+        )
+    left_out = [{"tensor": m.gguf, "reason": m.dropped} for m in dropped]
+    whole = {"parameter_bytes": sum(p["bytes"] for p in parameters)}
+    return {**totals, **whole, "parameters": parameters, "dropped": left_out}
+
+
+def write_report(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a report; InputError where the file cannot be written."""
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            path, f"cannot be written: {error.strerror or error}", "name another file"
+        ) from error

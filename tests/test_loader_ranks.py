@@ -1,0 +1,139 @@
+"""Layer 2: what single ranks load, against vLLM's own weight loaders; what they took together."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5lab.gguf.reader import open_gguf
+from glm5lab.loading.audit import not_taken
+
+CHILD = Path(__file__).parent / "vllm_load.py"
+
+
+def loaded(
+    file: Path, tp: int = 1, pp: int = 1, rank: int = 0, ep: int = 0, **options: Any
+) -> dict[str, Any]:
+    """What `vllm_load.py` prints for one rank."""
+    child = subprocess.run(
+        [sys.executable, CHILD, file, *map(str, (tp, pp, rank, ep)), json.dumps(options)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in child.stdout.splitlines() if line.startswith("TAKEN ")]
+    assert lines, (child.stdout + child.stderr)[-4000:]
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("TAKEN "))
+    found["boxes"] = {name: list(map(tuple, b)) for name, b in found["boxes"].items()}
+    return found
+
+
+def problems(file: Path, *ranks: dict[str, Any]) -> list[str]:
+    """What the audit says about ranks that loaded together."""
+    tensors = open_gguf(file).tensors
+    return not_taken([r["boxes"] for r in ranks], [tensors[n] for n in ranks[0]["tensors"]])
+
+
+def test_two_ranks_load_what_vllms_own_code_gives_them(sample_mix):
+    """Blocks of Q4_K and Q6_K cover whole rows here: half a row is cut out of whole blocks."""
+    ranks = [loaded(sample_mix, tp=2, rank=rank) for rank in range(2)]
+    for rank in ranks:
+        assert rank["different"] == []
+        assert rank["parameters"] == 89
+    assert problems(sample_mix, *ranks) == []
+    half = problems(sample_mix, ranks[0])
+    assert "token_embd.weight: the ranks together took 65,536 of its 131,072 numbers" in half
+
+
+def test_a_rank_that_takes_rank_0s_share_is_caught(sample_mix):
+    """Values and audit both say so: vllm-gguf-plugin's mistake, its issue 103."""
+    ranks = [loaded(sample_mix, tp=2, rank=rank, rank0=True) for rank in range(2)]
+    assert ranks[0]["different"] == []
+    assert "model.layers.1.self_attn.q_b_proj.weight" in ranks[1]["different"]
+    found = problems(sample_mix, *ranks)
+    cut = [t for t in ranks[0]["tensors"] if ranks[0]["boxes"][t] == ranks[1]["boxes"][t]]
+    names = {problem.split(":")[0] for problem in found}
+    assert names < set(cut)
+    for role in ("attn_q_b", "attn_k_b", "attn_output", "ffn_up_exps", "ffn_down_shexp"):
+        assert f"blk.1.{role}.weight" in names
+    assert all("and several the same" in problem for problem in found)
+
+
+def test_whole_experts_a_rank(sample_mix):
+    ranks = [loaded(sample_mix, tp=2, rank=rank, ep=1) for rank in range(2)]
+    for number, rank in enumerate(ranks):
+        assert rank["different"] == []
+        assert rank["boxes"]["blk.1.ffn_down_exps.weight"] == [
+            (6 * number, 6 * number + 6, 0, 256, 0, 256)
+        ]
+    assert problems(sample_mix, *ranks) == []
+
+
+def test_multi_token_prediction_is_loaded_when_asked_for(tmp_path):
+    from glm5lab.gguf.sample import write_sample
+
+    file = write_sample(tmp_path, kind="mtp", types="mix")
+    draft = loaded(file, draft=True)
+    assert draft["different"] == []
+    assert problems(file, draft) == []
+    taken = {name.split(".")[1] for name in draft["tensors"]}
+    assert taken == {"4"}
+    model = loaded(file)
+    assert not any(name.startswith("blk.4.") for name in model["tensors"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sample", "tp", "pp", "ep"),
+    [
+        ("sample_share", 4, 1, 0),
+        ("sample_f32", 1, 2, 0),
+        ("sample_mix", 2, 2, 1),
+        ("sample_mtp", 4, 1, 1),
+    ],
+)
+def test_more_ways_to_divide(sample, tp, pp, ep, request):
+    file = request.getfixturevalue(sample)
+    ranks = [loaded(file, tp, pp, rank, ep) for rank in range(tp * pp)]
+    assert [rank["different"] for rank in ranks] == [[]] * len(ranks)
+    names = {name for rank in ranks for name in rank["tensors"]}
+    assert problems(file, *ranks) == []
+    assert names == set(ranks[0]["tensors"])
+
+
+def test_memory_stays_small_while_large_tensors_load(tmp_path):
+    """A stack of 800 MB in float32 grows the process by little more than its parameter."""
+    code = """
+import resource, sys
+from pathlib import Path
+import torch
+from glm5lab.gguf.part_reader import PartReader
+from glm5lab.gguf.parts import whole
+from glm5lab.gguf.tensors import Tensor
+from glm5lab.loading.destinations import Copy
+from glm5lab.loading.streaming import Streamer
+
+path = Path(sys.argv[1])
+shape, nbytes = (64, 512, 6144), 64 * 512 * 24 * 144
+with path.open("wb") as file:
+    file.truncate(nbytes)
+tensor = Tensor("blk.3.ffn_up_exps.weight", shape, 12, "Q4_K", nbytes, 0, path, 0)
+parameter = torch.full(shape, 1.0, dtype=torch.bfloat16)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with PartReader() as reader:
+    pieces = list(Streamer(reader, {"w": parameter}, 2).run([Copy("w", whole(tensor))]))
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+assert not parameter.any() and len(pieces) > 20
+assert reader.nbytes == nbytes
+print(grown >> 20)
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "weights"], capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert int(child.stdout) < 400

@@ -1,0 +1,77 @@
+"""One rank loads its part of a model, without the other ranks and without an engine.
+
+    python vllm_load.py FILE TP PP RANK EXPERT_PARALLEL OPTIONS
+
+OPTIONS are EngineArgs as JSON; among them "draft" loads the model of multi-token prediction, and
+"rank0" makes the rank take rank 0's share. Then vLLM's own weight loaders, which are given whole
+tensors, fill the same model again. Prints one line of JSON: the parameters that differ, the boxes
+taken of each tensor, the bytes read.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import vllm_rank
+
+from glm5lab.loading import destinations, transforms
+from glm5lab.loading import loader as loader_module
+from glm5lab.loading.ranks import Ranks
+
+loader: Any = loader_module
+
+
+def share_of_rank_0(self: Any, total: range, local: int, rank: int) -> range:
+    """The mistake of which the plugin's issue 103 tells."""
+    return total[:local]
+
+
+def poison(model: torch.nn.Module) -> None:
+    """Nothing may look filled before it is."""
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan") if parameter.is_floating_point() else 0xAA)
+
+
+def load(file: str, *numbers: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Build, fill, compare; what the rank took."""
+    tp, pp, rank, expert_parallel = map(int, numbers)
+    draft = options.pop("draft", False)
+    if options.pop("rank0", False):
+        place: Any = destinations._Place
+        place._share = share_of_rank_0
+    if draft:
+        options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
+    model: Any
+    model, config = vllm_rank.build(
+        file, tp, pp, rank, bool(expert_parallel), device="cpu", draft=draft, **options
+    )
+    poison(model)
+    taken: dict[str, Any] = {}
+
+    def not_taken(ranks: Any, tensors: Any) -> list[str]:
+        """The other ranks are not here: the test compares."""
+        taken["boxes"], taken["tensors"] = ranks[0], [tensor.name for tensor in tensors]
+        return []
+
+    def run(self: Any) -> None:
+        taken["load"] = self
+        original(self)
+
+    original = loader._Load.run
+    loader._Load.run = run
+    loader.not_taken = not_taken
+    loader.ranks_of = lambda members, what: Ranks(None)
+    loader.GgufModelLoader(config.load_config).load_weights(model, config.model_config)
+    ours = {name: p.detach().clone() for name, p in model.named_parameters()}
+    poison(model)
+    its = taken.pop("load")
+    model.load_weights(transforms.hf_weights(its.gguf, its._mappings()))
+    taken["parameters"] = len(ours)
+    taken["different"] = [n for n, p in model.named_parameters() if not torch.equal(p, ours[n])]
+    return taken
+
+
+if __name__ == "__main__":
+    *arguments, text = sys.argv[1:]
+    print("TAKEN", json.dumps(load(*arguments, options=json.loads(text))), flush=True)
