@@ -125,7 +125,8 @@ def sample(
         typer.Option(help="Every layer with an indexer, shared indices, or a draft layer."),
     ] = "full",
     types: Annotated[
-        Literal["f32", "f16", "q8_0", "q4_k_m", "mix"], typer.Option(help="Tensor types.")
+        Literal["f32", "f16", "q8_0", "q4_k_m", "mix", "q2_k", "iq4_xs"],
+        typer.Option(help="Tensor types."),
     ] = "f32",
     shards: Annotated[int, typer.Option(help="Number of files.", min=1)] = 1,
     metadata_first_shard: Annotated[

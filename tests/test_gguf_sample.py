@@ -261,7 +261,7 @@ def test_failure_leaves_nothing_that_looks_whole(
     ("arguments", "cause"),
     [
         ({"kind": "huge"}, "kind: 'huge' is unknown; use full, share, mtp"),
-        ({"types": "q4"}, "types: 'q4' is unknown; use f32, f16, q8_0, q4_k_m, mix"),
+        ({"types": "q4"}, "types: 'q4' is unknown; use f32, f16, q8_0, q4_k_m, mix, q2_k, iq4_xs"),
         ({"shards": 0}, "shards: 0 is out of range; use 1 to"),
         ({"shards": 100}, "shards: 100 is out of range"),
         ({"metadata_first_shard": True}, "shards: 1 is out of range; use 2 to"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_loader_ranks import wide_sample
 
 from glm5lab.gguf.reader import open_gguf
 
@@ -115,6 +116,25 @@ def test_two_ranks_say_what_one_says(sample, request, tmp_path, monkeypatch):
         assert report["bytes_read"] < whole
         assert len(report["parameters"]) == 89 or sample == "sample_share"
         assert all(p["sources"] for p in report["parameters"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mix", "q8_0", "q2_k", "iq4_xs", "q4_k_m"])
+def test_blocks_say_what_numbers_say_on_one_rank_and_on_two(kind, tmp_path):
+    """Tensor parallel and expert parallel; GGUF blocks are dequantized for each product here."""
+    file = wide_sample(tmp_path, kind)
+    plain = scores(file)
+    assert_same(scores(file, quantization="glm5lab"), plain)
+    for ep in (False, True):
+        options = {"tensor_parallel_size": 2, "enable_expert_parallel": ep}
+        assert_same(scores(file, quantization="glm5lab", **options), plain)
+
+
+@pytest.mark.slow
+def test_experts_of_plain_numbers_can_be_spread_on_a_cpu(sample_share):
+    """vLLM's own CPU experts take any expert's number as if it were there."""
+    spread = scores(sample_share, tensor_parallel_size=2, enable_expert_parallel=True)
+    assert_same(spread, scores(sample_share))
 
 
 def damaged(folder: Path, sample: Path, name: str, at: int, value: bytes) -> Path:

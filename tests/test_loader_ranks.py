@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from glm5lab.architecture import Glm5Architecture
 from glm5lab.gguf.reader import open_gguf
+from glm5lab.gguf.sample import write_sample
 from glm5lab.loading.audit import not_taken
 
 CHILD = Path(__file__).parent / "vllm_load.py"
@@ -75,8 +78,6 @@ def test_whole_experts_a_rank(sample_mix):
 
 
 def test_multi_token_prediction_is_loaded_when_asked_for(tmp_path):
-    from glm5lab.gguf.sample import write_sample
-
     file = write_sample(tmp_path, kind="mtp", types="mix")
     draft = loaded(file, draft=True)
     assert draft["different"] == []
@@ -85,6 +86,43 @@ def test_multi_token_prediction_is_loaded_when_asked_for(tmp_path):
     assert taken == {"4"}
     model = loaded(file)
     assert not any(name.startswith("blk.4.") for name in model["tensors"])
+
+
+def wide_sample(folder: Path, types: str) -> Path:
+    """A sample whose experts' rows hold two blocks of 256, for two ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        tiny = Glm5Architecture.tiny
+        patch.setattr(
+            Glm5Architecture, "tiny", lambda kind: replace(tiny(kind), moe_intermediate_size=512)
+        )
+        return write_sample(folder, types=types)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "rank", "ep"),
+    [
+        ("mix", 1, 0, 0),
+        ("mix", 2, 1, 0),
+        pytest.param("mix", 2, 1, 1, marks=pytest.mark.slow),
+        pytest.param("q2_k", 2, 0, 0, marks=pytest.mark.slow),
+        pytest.param("iq4_xs", 2, 1, 0, marks=pytest.mark.slow),
+        pytest.param("q8_0", 4, 3, 0, marks=pytest.mark.slow),
+        pytest.param("q4_k_m", 2, 1, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_are_those_of_the_numbers_that_vllms_own_code_gives(tmp_path, kind, tp, rank, ep):
+    """Packed parameters, dequantized where they lie, against a plain model filled by vLLM."""
+    file = wide_sample(tmp_path, kind)
+    found = loaded(file, tp=tp, rank=rank, ep=ep, quantization="glm5lab", dtype="float32")
+    assert found["different"] == []
+    assert found["packed"] > 30
+
+
+def test_a_border_inside_a_block_is_refused_with_the_sizes_that_work(sample_mix):
+    with pytest.raises(AssertionError) as error:
+        loaded(sample_mix, tp=2, quantization="glm5lab", dtype="float32")
+    assert "256 columns over 2 ranks are 128 each, and Q" in str(error.value)
+    assert "tensor-parallel sizes that work: 1" in str(error.value)
 
 
 @pytest.mark.slow

@@ -188,15 +188,12 @@ def test_missing_blocks_are_one_problem(sample_f32, tmp_path):
     ]
 
 
-def test_experts_of_two_types_are_a_problem_on_a_gpu(sample_mix):
-    table = table_of(sample_mix, gpu=True)
-    mixed = table[table["problem"].str.contains("one type")]
-    assert set(mixed["name"].str.split(".").str[2]) == {"ffn_gate_exps", "ffn_up_exps"}
-    for layer, rows in mixed.groupby("layer"):
-        assert rows["type"].nunique() == 2, layer
-    rest = table[(table["problem"] == "") & table["name"].str.contains("(?:gate|up)_exps")]
-    assert (rest.groupby("layer")["type"].nunique() == 1).all()
-    assert (table_of(sample_mix, gpu=False)["problem"] == "").all()
+def test_experts_of_two_types_are_no_problem(sample_mix):
+    for gpu in (True, False):
+        table = table_of(sample_mix, gpu=gpu)
+        halves = table[table["name"].str.contains("(?:gate|up)_exps")]
+        assert (halves.groupby("layer")["type"].nunique() == 2).any()
+        assert (table["problem"] == "").all()
 
 
 def test_any_shape_and_type_ends_in_a_table(sample_f32):
@@ -285,7 +282,7 @@ def test_the_lists_are_the_plugin_s():
     [
         ("attn_q_b.weight", "Q4_K", True, "MMVQ + MMQ"),
         ("attn_q_b.weight", "IQ2_XS", True, "MMVQ + dequantize"),
-        ("attn_q_b.weight", "MXFP4", True, ""),
+        ("attn_q_b.weight", "MXFP4", True, "dequantized"),
         ("attn_q_b.weight", "MXFP4", False, "dequantized"),
         ("attn_q_b.weight", "BF16", True, "unquantized"),
         ("attn_k_b.weight", "Q5_0", True, "dequantized"),

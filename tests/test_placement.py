@@ -128,23 +128,53 @@ def test_quantized_weights_stay_so_on_a_gpu_but_for_what_vllm_needs_plain(sample
         *("ffn_norm.weight", "attn_q_a_norm.weight", "attn_kv_a_norm.weight"),
         *("indexer.k_norm.weight", "indexer.k_norm.bias"),
     }
-    # Rows of 256: Q8_0 takes 272 bytes, Q6_K 210; the fused parameter's rows are 272 wide.
+    # Rows of 256: Q8_0 takes 272 bytes, Q6_K 210; each part is a parameter of its own.
     q_a, kv_a = table["blk.0.attn_q_a.weight"], table["blk.0.attn_kv_a_mqa.weight"]
     assert (q_a.loaded, q_a.packed) == (256 * 272, 256 * 272)
-    assert (kv_a.loaded, kv_a.packed) == (576 * 272, 576 * 210)
+    assert (kv_a.loaded, kv_a.packed) == (576 * 210, 576 * 210)
     # [4, 512, 192] in Q5_0 (22 bytes for 32 values) becomes bfloat16.
     k_b = table["blk.0.attn_k_b.weight"]
     assert (k_b.loaded, k_b.packed) == (4 * 512 * 192 * 2, 4 * 512 * 192 // 32 * 22)
 
 
-def test_a_fused_parameter_with_a_plain_part_is_plain(sample_mix):
+def test_a_plain_part_leaves_the_other_quantized(sample_mix):
     model = open_gguf(sample_mix)
     name = "blk.0.attn_q_a.weight"
     model.tensors[name] = replace(model.tensors[name], type="BF16", nbytes=256 * 512)
     table = placements(model, hf_config(model))
     assert not table[name].kept
-    assert not table["blk.0.attn_kv_a_mqa.weight"].kept
-    assert table["blk.0.attn_kv_a_mqa.weight"].loaded == 576 * 256 * 2
+    assert table["blk.0.attn_kv_a_mqa.weight"].kept
+
+
+@pytest.mark.parametrize(
+    ("layout", "tp", "pp", "expert_parallel", "rank"),
+    [
+        ("glm-5-q4_k_m", 8, 1, False, 7),
+        pytest.param("glm-5-q4_k_m", 8, 1, True, 3, marks=pytest.mark.slow),
+        pytest.param("glm-5-q4_k_m", 2, 4, False, 7, marks=pytest.mark.slow),
+        pytest.param("glm-5.2-ud-iq2_xxs", 4, 2, False, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_quantized_ranks_of_the_real_model_take_what_is_planned(
+    layout, tp, pp, expert_parallel, rank, tmp_path
+):
+    """As on a GPU, layer by layer: blocks where they stay, bf16 elsewhere."""
+    file = write_layout(read_layouts()[layout], tmp_path)
+    model = open_gguf(file)
+    config = {**hf_config(model), "dtype": "bfloat16"}
+    table = placements(model, config, tp, pp, expert_parallel=expert_parallel)
+    held = {n: p if p.stage == rank // tp else replace(p, loaded=0) for n, p in table.items()}
+    built = sizes_from(RANK, file, tp, pp, rank, int(expert_parallel), "glm5lab")
+    assert by_layer(loaded_by_parameter(config, held)) == by_layer(built)
+    assert sum(p.loaded for p in held.values()) == sum(built.values())
+
+
+def by_layer(sizes):
+    """Bytes of each of vLLM's layers: how many parameters one has depends on its types."""
+    sums: Counter[str] = Counter()
+    for name, size in sizes.items():
+        sums[name.rpartition(".")[0]] += size
+    return {layer: size for layer, size in sums.items() if size}
 
 
 def test_what_the_ranks_cannot_divide_is_named(sample_mix):
@@ -158,6 +188,7 @@ def test_what_the_ranks_cannot_divide_is_named(sample_mix):
     assert problems(1) == ""
     # Rows of 256 hold one block of Q6_K or Q4_K: half of them is no block.
     assert "blk.1.ffn_down_exps.weight: 256 columns over 2 ranks are 128 each" in problems(2)
+    assert "Q4_K packs 256; tensor-parallel sizes that work: 1, or whole experts" in problems(2)
     assert "ffn_down_exps" not in problems(2, expert_parallel=True)
     assert "blk.0.attn_k_b.weight: 4 heads do not divide by 3 ranks" in problems(3)
     assert "token_embd.weight: 512 rows do not divide by 3 ranks" in problems(3)

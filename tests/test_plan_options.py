@@ -1,5 +1,6 @@
 """Layer 1: what a plan tells the user to type, and what it says that this version cannot do."""
 
+import math
 import shlex
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from glm5lab.gguf.layout_files import write_layout
 from glm5lab.gguf.layouts import read_layouts
 from glm5lab.gguf.memory import GIB, workspace
 from glm5lab.gguf.parallel import Card, evaluate
+from glm5lab.gguf.placement import placements
 from glm5lab.gguf.plan import make_plan
 from glm5lab.gguf.reader import open_gguf
 from glm5lab.views.names import map_json
@@ -27,14 +29,20 @@ def shared(sample_share):
     return open_gguf(sample_share)
 
 
-def test_llama_cpps_types_without_a_kernel_are_named_too(full):
+def test_llama_cpps_types_without_a_kernel_are_counted_dequantized_and_noted(full):
     """A type that gguf-py knows and vllm-gguf-plugin does not."""
     name = "blk.1.ffn_up_exps.weight"
-    tensor = replace(full.tensors[name], type="TQ1_0", type_id=int(GGMLQuantizationType.TQ1_0))
-    plan = make_plan(replace(full, tensors=full.tensors | {name: tensor}), 1, 8.0)
-    assert plan.best.fits
-    assert not plan.fits
-    assert plan.problems == (f"no kernel takes TQ1_0 (1 tensor, such as {name})",)
+    shape = full.tensors[name].shape
+    kind = GGMLQuantizationType.TQ1_0
+    tensor = replace(full.tensors[name], type="TQ1_0", type_id=int(kind), nbytes=54 * 12 * 256)
+    model = replace(full, tensors=full.tensors | {name: tensor})
+    plan = make_plan(model, 1, 8.0)
+    assert plan.fits
+    assert placements(model, plan.config)[name].loaded == 2 * math.prod(shape)
+    result, _ = plan_json(model, 1, 8.0)
+    note = f"no kernel takes TQ1_0: 1 tensor, such as {name}, dequantized while loading"
+    assert any(text.startswith(note) for text in result["notes"])
+    assert not any("no kernel" in text for text in plan_json(full, 1, 8.0)[0]["notes"])
 
 
 def test_the_options_mean_to_vllm_what_was_planned(full):
@@ -74,7 +82,6 @@ def test_what_this_version_cannot_do_is_noted(full):
         text, _ = plan_text(full, 2, 8.0, width=1000, tp=2, dcp=dcp)
         assert all(f"note: {note}" in text for note in result["notes"])
         notes = "\n".join(result["notes"])
-        assert "this version's loader still dequantizes" in notes
         lacks = "fp8_ds_mla" not in Backend.supported_kv_cache_dtypes
         assert ("fp8_ds_mla rows need an attention backend" in notes) == lacks
         assert ("dcp needs an attention backend" in notes) == (dcp > 1)
@@ -138,12 +145,6 @@ def test_what_map_refuses_is_a_reason(role, full):
         assert text.splitlines()[1].startswith("vLLM cannot run this file: ")
         assert f"{name}: missing" in text
         assert "vllm serve" not in text
-
-
-def test_experts_of_two_types_are_a_reason(sample_mix):
-    result, fits = plan_json(sample_mix, 1, 8.0)
-    assert not fits
-    assert any("the MoE kernel takes one type" in reason for reason in result["reasons"])
 
 
 @pytest.mark.parametrize(("gib", "memory"), [(24, 24), (96, 96), (180, 180)])

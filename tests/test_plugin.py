@@ -194,7 +194,8 @@ from glm5lab.vllm_plugin.patches import point_to_prepared_folder
 models = []
 for model, load_format in ((sys.argv[1], "auto"), (sys.argv[2], "gguf"), (sys.argv[2], "auto")):
     args = SimpleNamespace(model=model, load_format=load_format, tokenizer=None,
-                           served_model_name=None)
+                           served_model_name=None, quantization=None,
+                           enable_expert_parallel=False)
     point_to_prepared_folder(args)
     models.append(args.model == model)
 print(json.dumps(models))

@@ -4,8 +4,8 @@
 
 OPTIONS are EngineArgs as JSON; among them "draft" loads the model of multi-token prediction, and
 "rank0" makes the rank take rank 0's share. Then vLLM's own weight loaders, which are given whole
-tensors, fill the same model again. Prints one line of JSON: the parameters that differ, the boxes
-taken of each tensor, the bytes read.
+tensors, fill the same model again, one of plain numbers where the first has GGUF blocks. Prints one
+line of JSON: the parameters that differ, the boxes taken of each tensor.
 """
 
 import json
@@ -18,6 +18,7 @@ import vllm_rank
 from glm5lab.loading import destinations, transforms
 from glm5lab.loading import loader as loader_module
 from glm5lab.loading.ranks import Ranks
+from glm5lab.vllm_plugin import gguf_kernels
 
 loader: Any = loader_module
 
@@ -63,13 +64,44 @@ def load(file: str, *numbers: str, options: dict[str, Any]) -> dict[str, Any]:
     loader.not_taken = not_taken
     loader.ranks_of = lambda members, what: Ranks(None)
     loader.GgufModelLoader(config.load_config).load_weights(model, config.model_config)
-    ours = {name: p.detach().clone() for name, p in model.named_parameters()}
-    poison(model)
+    taken["parameters"] = len(dict(model.named_parameters()))
+    taken["packed"] = sum(p.dtype == torch.uint8 for p in model.parameters())
     its = taken.pop("load")
+    ours = in_numbers(model, its.gguf)
+    if taken["packed"]:
+        config.model_config.quantization = config.quant_config = None
+        config.compilation_config.static_forward_context.clear()
+        model = vllm_rank.initialize(config, "cpu", draft)
+    poison(model)
     model.load_weights(transforms.hf_weights(its.gguf, its._mappings()))
-    taken["parameters"] = len(ours)
     taken["different"] = [n for n, p in model.named_parameters() if not torch.equal(p, ours[n])]
     return taken
+
+
+def in_numbers(model: torch.nn.Module, gguf: Any) -> dict[str, torch.Tensor]:
+    """The model's parameters by the names that they have without GGUF blocks."""
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        slots = getattr(module, "gguf_slots", None)
+        if slots is None:
+            continue
+        parts = {}
+        kinds = dict(module.quant_method.kinds)
+        for part, slot in sorted(slots.items()):
+            held = found[f"{path}.{slot.parameter}"].narrow(-2, slot.row, slot.rows)
+            kind = kinds[slot.parameter]
+            if kind is not None:
+                flat = gguf_kernels.dequantize(
+                    held.reshape(-1, held.shape[-1]), kind, torch.float32
+                )
+                held = flat.view(*held.shape[:-1], -1)
+            parts[part] = held
+        if "w2" in parts:
+            found[f"{path}.w2_weight"] = parts["w2"]
+            found[f"{path}.w13_weight"] = torch.cat([parts["w1"], parts["w3"]], dim=1)
+        else:
+            found[f"{path}.weight"] = torch.cat(list(parts.values()))
+    return found
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One rank of a real GLM-5 as vLLM builds it, without memory and without other ranks.
 
-    python vllm_rank.py FILE TP PP RANK EXPERT_PARALLEL
+    python vllm_rank.py FILE TP PP RANK EXPERT_PARALLEL [QUANTIZATION]
 
 Parameters are meta tensors and the process group is torch's fake one, so that any rank of any
 split can be asked on a small machine. Prints each parameter's bytes as one line of JSON.
@@ -63,26 +63,32 @@ def build(
         max_model_len=64,
         **options,
     ).create_engine_config()
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(tp * pp, rank, "tcp://127.0.0.1:1", 0, "fake")
         parallel_state.initialize_model_parallel(tp, pp, backend="fake")
-        with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
-            other = config.speculative_config.draft_model_config if draft else None
-            model = initialize_model(vllm_config=config, model_config=other)
-    return model, config
+    return initialize(config, device, draft), config
 
 
-def parameter_bytes(*arguments: Any) -> dict[str, int]:
+def initialize(config: Any, device: str, draft: bool = False) -> torch.nn.Module:
+    """The model of a configuration, its parameters without values."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    other = config.speculative_config.draft_model_config if draft else None
+    dtype = set_default_torch_dtype(config.model_config.dtype)
+    with set_current_vllm_config(config), dtype, torch.device(device):
+        return initialize_model(vllm_config=config, model_config=other)
+
+
+def parameter_bytes(*arguments: Any, **options: Any) -> dict[str, int]:
     """Bytes of each parameter of one rank, by name; arguments as for `build`."""
-    model, _ = build(*arguments)
+    model, _ = build(*arguments, **options)
     return {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
 
 
 if __name__ == "__main__":
     path, *numbers = sys.argv[1:]
-    tp, pp, rank, expert_parallel = map(int, numbers)
-    sizes = parameter_bytes(path, tp, pp, rank, bool(expert_parallel))
+    tp, pp, rank, expert_parallel = map(int, numbers[:4])
+    quantized = {"quantization": numbers[4], "dtype": "bfloat16"} if numbers[4:] else {}
+    sizes = parameter_bytes(path, tp, pp, rank, bool(expert_parallel), **quantized)
     print("SIZES", json.dumps(sizes), flush=True)

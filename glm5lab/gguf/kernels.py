@@ -3,15 +3,25 @@
 On a GPU, weights stay quantized and vllm-gguf-plugin's kernels use them. Source: version 0.0.5,
 quantization/utils.py (the lists of types), linear.py (few rows: MMVQ, a matrix by vector product;
 more rows: MMQ, or dequantize and multiply), vocal_embeds.py and fused_moe.py (up to 64 tokens and
-above). vLLM builds some layers without quantization; their tensors are dequantized while loading.
-On the CPU there are no such kernels, and every tensor is dequantized.
+above). vLLM builds some layers without quantization; their tensors, and those of a type that no
+kernel takes, are dequantized while loading. On the CPU that goes for every tensor.
 """
 
 from functools import cache
 
 from glm5lab.gguf.byte_order import PLAIN_BYTES
-from glm5lab.gguf.placement import DEQUANTIZED
 
+# Matrices that vLLM needs as plain numbers: kv_b joined from k and v and absorbed into queries,
+# the index keys' projection and MTP's built without quantization, the router in full precision.
+DEQUANTIZED = (
+    "attn_k_b",
+    "attn_v_b",
+    "attn_kv_b",
+    "indexer.attn_k",
+    "indexer.proj",
+    "ffn_gate_inp",
+    "nextn.eh_proj",
+)
 UNQUANTIZED = frozenset({"F32", "F16", "BF16"})
 STANDARD = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1"})
 K_TYPES = frozenset({"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
@@ -45,15 +55,24 @@ def kernel(type_name: str, role: str, gpu: bool) -> str:
     name = role_name(role)
     if type_name in UNQUANTIZED:
         return "unquantized"
-    if not gpu or name in DEQUANTIZED:
+    if not gpu or name in DEQUANTIZED or type_name not in QUANTIZED:
         return "dequantized" if can_dequantize(type_name) else ""
-    if type_name not in QUANTIZED:
-        return ""
     if name == "token_embd":
         return "dequantize rows"
     if name.endswith("_exps"):
         return "MoE MMVQ + MMQ" if type_name in MMQ else "MoE MMVQ"
     return "MMVQ + MMQ" if type_name in MMQ else "MMVQ + dequantize"
+
+
+def is_packed(type_name: str, role: str, dimensions: int) -> bool:
+    """Whether a tensor stays quantized on a GPU.
+
+    Args:
+        type_name: GGML type.
+        role: as for `kernel`.
+        dimensions: of its shape; vectors never are.
+    """
+    return dimensions > 1 and type_name in QUANTIZED and role_name(role) not in DEQUANTIZED
 
 
 @cache

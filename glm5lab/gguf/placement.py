@@ -6,7 +6,7 @@ indexer are whole on every rank, vocabularies are cut by rows and padded, layers
 pipeline stages. Per rank the largest share is given; vLLM allocates the same on all of a stage.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from glm5lab.architecture import has_indexer
 from glm5lab.errors import InputError
-from glm5lab.gguf.byte_order import PLAIN_BYTES
+from glm5lab.gguf.kernels import is_packed
 from glm5lab.gguf.reader import GgufModel, Tensor
+from glm5lab.gguf.tensors import type_sizes
 
 Split = Literal["vocab", "column", "row", "expert", "replicated", "dropped"]
 
@@ -39,22 +40,6 @@ VOCABULARY_PADDING = 64  # rows; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 # Parameters that vLLM builds in float32 whatever the model's dtype.
 FLOAT32 = ("exp_probs_b.bias", "indexer.k_norm.weight", "indexer.k_norm.bias")
-# Matrices that vLLM needs as plain numbers: kv_b joined from k and v and absorbed into queries,
-# the index keys' projection built without quantization, the router in full precision.
-DEQUANTIZED = (
-    "attn_k_b",
-    "attn_v_b",
-    "attn_kv_b",
-    "indexer.attn_k",
-    "indexer.proj",
-    "ffn_gate_inp",
-)
-# Matrices that become one parameter: its rows are as wide as those of its widest part.
-FUSED = (
-    ("attn_q_a", "attn_kv_a_mqa"),
-    ("ffn_gate", "ffn_up"),
-    ("ffn_gate_shexp", "ffn_up_shexp"),
-)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -171,11 +156,8 @@ class _Cutter:
     def __init__(
         self, model: GgufModel, config: Mapping[str, Any], tp: int, gpu: bool, ep: bool
     ) -> None:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
         self.tensors, self.tp, self.gpu, self.ep = model.tensors, tp, gpu, ep
         self.itemsize = DTYPE_BYTES[engine_dtype(config, gpu)]
-        self.blocks = {int(t): GGML_QUANT_SIZES[t][0] for t in GGMLQuantizationType}
 
     def __call__(self, tensor: Tensor) -> Placement:
         split, rows, columns, problem = self._part(tensor)
@@ -183,7 +165,7 @@ class _Cutter:
         packed = _stored(tensor, held * columns)
         kept = self._kept(tensor)
         if kept:
-            loaded = max(_stored(other, rows * columns) for other in self._fused(tensor))
+            loaded = _stored(tensor, rows * columns)
         else:
             loaded = rows * columns * (4 if tensor.role in FLOAT32 else self.itemsize)
         return Placement(split, 0, packed, loaded, kept, problem)
@@ -207,36 +189,34 @@ class _Cutter:
             return "column", -(-rows // tp), columns, _indivisible(tensor, unit, cut, tp)
         if role in ROW + EXPERTS_ROW:
             problem = _indivisible(tensor, "columns", columns, tp)
-            block = self.blocks.get(tensor.type_id, 1)
-            if not problem and (columns // tp) % block and self._kept(tensor):
-                problem = (
-                    f"{tensor.name}: {columns} columns over {tp} ranks are {columns // tp} each, "
-                    f"and {tensor.type} packs {block}"
-                )
+            if not problem and self._kept(tensor):
+                problem = block_problem(tensor, columns // tp)
             return "row", rows, -(-columns // tp), problem
         return "replicated", rows, columns, ""
 
-    def _fused(self, tensor: Tensor) -> Iterator[Tensor]:
-        """The tensors that become one parameter with this one, itself included."""
-        yield tensor
-        role = tensor.role.removesuffix(".weight")
-        for group in FUSED:
-            for other in group:
-                name = f"blk.{tensor.layer}.{other}.weight"
-                if role in group and other != role and name in self.tensors:
-                    yield self.tensors[name]
-
     def _kept(self, tensor: Tensor) -> bool:
-        """Whether a tensor stays quantized; a fused one only when all its parts are quantized."""
-        role = tensor.role.removesuffix(".weight")
-        if not self.gpu or role in DEQUANTIZED or len(tensor.shape) < 2:
-            return False
-        return all(part.type not in PLAIN_BYTES for part in self._fused(tensor))
+        """Whether a tensor stays quantized."""
+        return self.gpu and is_packed(tensor.type, tensor.role, len(tensor.shape))
 
 
 def _stored(tensor: Tensor, elements: int) -> int:
     """Bytes that so many elements take in a tensor's type."""
     return tensor.nbytes * elements // max(1, prod(tensor.shape))
+
+
+def block_problem(tensor: Tensor, columns: int) -> str:
+    """Why ranks cannot hold `columns` of each of a quantized tensor's rows; "" when they can."""
+    total = tensor.shape[-1]
+    block = type_sizes().get(tensor.type_id, ("", 1, 1))[1]
+    if columns % block == 0:
+        return ""
+    counts = [str(n) for n in range(1, total + 1) if total % (n * block) == 0]
+    other = ", or whole experts a rank (--enable-expert-parallel)" if "_exps" in tensor.role else ""
+    return (
+        f"{tensor.name}: {total} columns over {total // max(1, columns)} ranks are {columns} each, "
+        f"and {tensor.type} packs {block}; tensor-parallel sizes that work: "
+        f"{', '.join(counts) or 'none'}{other}"
+    )
 
 
 def _indivisible(tensor: Tensor, unit: str, count: int, tp: int) -> str:

@@ -1,6 +1,6 @@
 """Does a model fit on these GPUs, spread how, and how many tokens of cache are left.
 
-Weights and cache rows are counted as vLLM and vllm-gguf-plugin allocate them, see `placement`.
+Weights and cache rows are counted as vLLM and the loader allocate them, see `placement`.
 Workspace is an estimate, see `memory.workspace`. A file's header is all that is read.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from glm5lab.errors import InputError, counted
 from glm5lab.gguf.config import hf_config
-from glm5lab.gguf.kernels import kernel
+from glm5lab.gguf.kernels import DEQUANTIZED, kernel, role_name
 from glm5lab.gguf.memory import GIB, KV_DTYPES, UTILIZATION
 from glm5lab.gguf.parallel import Card, Split, evaluate
 from glm5lab.gguf.placement import placements
@@ -31,7 +31,7 @@ class Plan:
         card: each of them.
         context: tokens asked for one request; None for as many as fit.
         splits: ranked: those that have the memory, by fewer stages.
-        problems: why vLLM cannot run the file on any GPUs: types that no kernel takes.
+        problems: why vLLM cannot run the file on any GPUs: types that nothing takes.
     """
 
     model: str
@@ -102,17 +102,35 @@ def make_plan(
 
 
 def types_without_kernel(model: GgufModel, config: Mapping[str, Any]) -> list[str]:
-    """A sentence for each type among the loaded tensors that no kernel on a GPU takes."""
-    placed = placements(model, config)
-    without: dict[str, list[str]] = {}
-    for tensor in model.tensors.values():
-        loaded = placed[tensor.name].split != "dropped"
-        if loaded and not kernel(tensor.type, tensor.role, gpu=True):
-            without.setdefault(tensor.type, []).append(tensor.name)
+    """A sentence for each type among the loaded tensors that nothing on a GPU takes."""
     return [
         f"no kernel takes {kind} ({counted(len(names), 'tensor')}, such as {names[0]})"
-        for kind, names in without.items()
+        for kind, names in _by_type(model, config, "").items()
     ]
+
+
+def dequantized_types(model: GgufModel, config: Mapping[str, Any]) -> list[str]:
+    """A sentence for each quantized type that is kept as plain numbers for want of a kernel."""
+    return [
+        f"no kernel takes {kind}: {counted(len(names), 'tensor')}, such as {names[0]}, dequantized "
+        "while loading and counted so"
+        for kind, names in _by_type(model, config, "dequantized").items()
+    ]
+
+
+def _by_type(model: GgufModel, config: Mapping[str, Any], kind: str) -> dict[str, list[str]]:
+    """Type -> loaded tensors of it for which `kernels.kernel` says `kind`, though others have one.
+
+    Matrices that vLLM needs as plain numbers whatever their type are not among them.
+    """
+    placed = placements(model, config)
+    found: dict[str, list[str]] = {}
+    for tensor in model.tensors.values():
+        loaded = placed[tensor.name].split != "dropped"
+        needed = kind and role_name(tensor.role) in DEQUANTIZED
+        if loaded and not needed and kernel(tensor.type, tensor.role, gpu=True) == kind:
+            found.setdefault(tensor.type, []).append(tensor.name)
+    return found
 
 
 def _rank(split: Split) -> tuple[Any, ...]:

@@ -31,6 +31,8 @@ FILE_TYPES = {
     "q8_0": 7,
     "q4_k_m": 15,
     "mix": 15,
+    "q2_k": 10,
+    "iq4_xs": 30,
 }  # llama.cpp's enum llama_ftype
 Item = tuple[str, npt.NDArray[Any], int]
 
@@ -50,8 +52,8 @@ def write_sample(
         folder: where the files go; made when it is not there.
         kind: "full" (an indexer on every layer), "share" (IndexShare) or "mtp" (with the
             multi-token prediction layer).
-        types: "f32", "f16", "q8_0", "q4_k_m" (what llama-quantize makes of it), or "mix": types
-            mixed further, as publishers do.
+        types: "f32", "f16", "q8_0", "q4_k_m" (what llama-quantize makes of it), "mix" (types
+            mixed further, as publishers do), "q2_k" or "iq4_xs" (nearly uniform).
         shards: number of files.
         metadata_first_shard: the first shard holds metadata only, as many published sets do.
         hf: also write the same values as an HF safetensors folder, `folder/hf`.
@@ -62,7 +64,7 @@ def write_sample(
 
     Raises:
         InputError: the folder cannot be written, an argument is out of range, or the quantizer
-            that "q4_k_m" and "mix" need is not installed.
+            that "q4_k_m" and those behind it need is not installed.
     """
     folder = Path(folder).expanduser()
     _check_arguments(folder, kind, types, shards, metadata_first_shard)

@@ -14,7 +14,6 @@ import numpy as np
 from glm5lab.gguf.kernels import gpu_here, kernel
 from glm5lab.gguf.placement import Placement, placements
 from glm5lab.gguf.reader import GgufModel
-from glm5lab.loading.names import INSTEAD_OF
 from glm5lab.loading.reconcile import tensor_frame
 
 if TYPE_CHECKING:
@@ -74,8 +73,6 @@ def name_table(
     _add(frame, opaque, "no kernel multiplies type " + frame["type"])
     # A placement's sentence names its tensor, which the row does already.
     _add(frame, used & (placed["problem"] != ""), placed["problem"].str.split(": ", n=1).str[-1])
-    if gpu:
-        _add(frame, *_expert_types(frame, used))
     return frame[list(COLUMNS)].astype(dict.fromkeys(TEXT, "str"))
 
 
@@ -86,22 +83,6 @@ def _kernels(frame: "pd.DataFrame", gpu: bool) -> "pd.Series[str]":
         kernel(kind, role, gpu) for kind, role in zip(pairs["type"], pairs["role"], strict=True)
     ]
     return frame[["type", "role"]].merge(pairs, on=["type", "role"], how="left")["kernel"]
-
-
-def _expert_types(
-    frame: "pd.DataFrame", used: "pd.Series[bool]"
-) -> "tuple[pd.Series[bool], pd.Series[str]]":
-    """Which experts' gate and up projections differ in type, and the sentence about it.
-
-    The MoE kernels take one type for both (vllm-gguf-plugin 0.0.5, fused_moe.py: w13_qweight_type).
-    """
-    import pandas as pd
-
-    halves = frame[used & frame["role"].isin(INSTEAD_OF["ffn_gate_up_exps.weight"])]
-    mixed = halves[halves.groupby("layer")["type"].transform("nunique") > 1]
-    kinds = mixed.groupby("layer")["type"].transform(" and ".join).astype("str")
-    text = "gate and up experts are " + kinds + ", the MoE kernel takes one type"
-    return pd.Series(frame.index.isin(mixed.index)), text.reindex(frame.index)
 
 
 def _add(frame: "pd.DataFrame", where: "pd.Series[bool]", text: "pd.Series[str]") -> None:

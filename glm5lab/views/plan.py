@@ -9,7 +9,7 @@ from glm5lab.errors import counted, printable
 from glm5lab.gguf.layer_ranges import layer_ranges
 from glm5lab.gguf.memory import GIB, KV_DTYPES, index_row_bytes, kv_row_bytes
 from glm5lab.gguf.parallel import Split
-from glm5lab.gguf.plan import Plan, make_plan
+from glm5lab.gguf.plan import Plan, dequantized_types, make_plan
 from glm5lab.gguf.reader import GgufModel
 from glm5lab.loading.reconcile import sentences
 from glm5lab.views.inspection import notes, opened
@@ -21,10 +21,6 @@ SHOWN_SPLITS, SHOWN_STAGES, SHOWN_PROBLEMS = 8, 16, 3
 STAGE_ROWS = (
     *("a rank of", "layers", "of these with an indexer"),
     *("weights, quantized", "weights, plain", "workspace (estimate)", "left for the cache"),
-)
-DEQUANTIZES = (
-    "weights are counted as vllm-gguf-plugin keeps them; this version's loader still dequantizes, "
-    "and needs far more for a quantized file"
 )
 FP8_ROWS = (
     "fp8_ds_mla rows need an attention backend that takes them; this version's TRITON_MLA_SPARSE "
@@ -48,7 +44,7 @@ def make_checked_plan(model: GgufModel, gpus: int, gpu_memory: float, **options:
 
 def plan_notes(model: GgufModel, plan: Plan) -> list[str]:
     """What the sums do not say: limits of this version, oddities of the file."""
-    found = [*notes(model), DEQUANTIZES, FP8_ROWS]
+    found = [*notes(model), *dequantized_types(model, plan.config), FP8_ROWS]
     return found + ([CONTEXT_RANKS] if plan.best.dcp > 1 else [])
 
 

@@ -7,6 +7,7 @@ neither torch nor vLLM.
 
 BACKEND = "TRITON_MLA_SPARSE"
 LOAD_FORMAT = "glm5lab"
+QUANTIZATION = "glm5lab"
 
 _registered = False
 

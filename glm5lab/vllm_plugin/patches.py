@@ -14,7 +14,7 @@ from importlib.metadata import Distribution, DistributionFinder, PackageNotFound
 from pathlib import Path
 from typing import Any
 
-from glm5lab.vllm_plugin import BACKEND, LOAD_FORMAT, cuda_patches
+from glm5lab.vllm_plugin import BACKEND, LOAD_FORMAT, QUANTIZATION, cuda_patches
 
 
 def apply() -> None:
@@ -28,6 +28,7 @@ def apply() -> None:
     for part in (
         register_backend,
         register_loader,
+        register_quantization,
         accept_gguf_models,
         serve_on_the_cpu,
         *cuda_patches.parts(),
@@ -98,6 +99,19 @@ def register_loader() -> None:
         model_loader.register_model_loader(LOAD_FORMAT)(GgufModelLoader)
 
 
+def register_quantization() -> None:
+    """Offer quantization "glm5lab", which keeps GGUF blocks (a public hook of vLLM)."""
+    from vllm.model_executor.layers.quantization import (
+        QUANTIZATION_METHODS,
+        register_quantization_config,
+    )
+
+    if QUANTIZATION not in QUANTIZATION_METHODS:
+        from glm5lab.vllm_plugin.quantization import Glm5QuantizationConfig
+
+        register_quantization_config(QUANTIZATION)(Glm5QuantizationConfig)
+
+
 def accept_gguf_models() -> None:
     """Let `model` name a GLM-5 GGUF file, a folder of one, or a prepared folder.
 
@@ -146,6 +160,19 @@ def point_to_prepared_folder(engine_args: Any) -> None:
     engine_args.model = str(folder)
     if engine_args.load_format == "auto":
         engine_args.load_format = LOAD_FORMAT
+    if engine_args.quantization is None and stays_quantized(engine_args):
+        engine_args.quantization = QUANTIZATION
+
+
+def stays_quantized(engine_args: Any) -> bool:
+    """Whether weights are kept as the file's blocks: on GPUs.
+
+    On a CPU they are dequantized while loading, unless ranks hold whole experts: vLLM's own
+    experts there compute with any expert's number as if all were here (cpu_moe.py, 0.32).
+    """
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda() or bool(engine_args.enable_expert_parallel)
 
 
 def use_cpu_platform() -> None:

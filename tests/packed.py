@@ -1,0 +1,60 @@
+"""Random GGUF blocks of any type, and reference products with them."""
+
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from glm5lab.gguf.block_scales import HALF_SCALES
+from glm5lab.gguf.kernels import QUANTIZED
+from glm5lab.gguf.tensors import type_sizes
+
+# Q8_1 is a type of activations; no file has it, and gguf-py cannot dequantize it.
+KINDS = sorted(QUANTIZED - {"Q8_1"})
+
+
+def type_id(kind: str) -> int:
+    """A type's number."""
+    return int(gguf.GGMLQuantizationType[kind])
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Weights of a standard deviation of 0.05 or so: uint8 [..., bytes] for [..., columns]."""
+    rng = np.random.default_rng(seed)
+    _, elements, nbytes = type_sizes()[type_id(kind)]
+    count = int(np.prod(shape)) // elements
+    data = rng.integers(0, 256, (count, nbytes), dtype=np.uint8)
+    if kind == "IQ1_M":
+        data[:, 49::2] &= 0x0F
+        data[:, 53] |= 0x10  # half float 0x2100, about 0.01
+        data[:, 55] |= 0x20
+    for at in HALF_SCALES.get(kind, ()):
+        halves = (rng.random(count) * 0.01 + 0.005).astype("<f2")
+        data[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    factor = np.float16(0.05 / max(1e-6, float(np.std(np.asarray(values)))))
+    for at in HALF_SCALES.get(kind, ()):
+        halves = (data[:, at : at + 2].copy().view("<f2") * factor).astype("<f2")
+        data[:, at : at + 2] = halves.view(np.uint8)
+    return torch.from_numpy(data.reshape(*shape[:-1], shape[-1] // elements * nbytes))
+
+
+def numbers(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    """What blocks stand for, float64."""
+    values = gguf.quants.dequantize(blocks.cpu().numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(np.asarray(values, np.float64))
+
+
+def as_q8_1(x: torch.Tensor) -> torch.Tensor:
+    """Activations as the plugin's kernels round them: 8 bits in groups of 32, float64."""
+    groups = x.double().reshape(-1, 32)
+    scale = groups.abs().amax(dim=1, keepdim=True) / 127
+    whole = torch.where(scale > 0, groups / scale.clamp(min=1e-30), 0.0).round()
+    return (whole * scale.half().double()).reshape(x.shape)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of what is expected."""
+    difference: Any = (found.double().cpu() - expected.cpu()).norm() / expected.norm()
+    return float(difference)
