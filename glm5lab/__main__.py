@@ -268,11 +268,17 @@ def check(
     prompts: Annotated[
         str, typer.Option(metavar="N,N,...", help="Prompt lengths in tokens.")
     ] = "8,16,40,200",
+    report_file: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="OUT", help="What fills each parameter, as JSON."),
+    ] = None,
 ) -> None:
     """Layer 4: the engine's log-probabilities against HF transformers and llama.cpp."""
     lengths = _lengths(prompts)
     from glm5lab.check import run_check
+    from glm5lab.loading.report import ask_for_report
 
+    ask_for_report(report_file)
     report = run_check(file, against=[r.value for r in against or Referee], prompts=lengths)
     typer.echo(report.format())
     if not report.ok:

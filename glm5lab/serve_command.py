@@ -76,6 +76,10 @@ def serve(
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="vLLM's output. Default: a temporary file.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT", help="What fills each parameter, as JSON, a file a rank."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show plan and command, of every machine; no more.")
     ] = False,
@@ -85,6 +89,7 @@ def serve(
     ] = False,
 ) -> None:
     """Layer 5: an OpenAI endpoint over the file; Ctrl-C stops it."""
+    from glm5lab.loading.report import ask_for_report
     from glm5lab.serving.nodes import Nodes
     from glm5lab.serving.planning import Wanted
     from glm5lab.serving.serve import ServeOptions
@@ -92,6 +97,7 @@ def serve(
 
     if not file:
         raise typer.BadParameter("the name is empty; `.` is the current folder")
+    ask_for_report(report)
     wanted = Wanted(
         gpus, gpu_memory, tp, pp, dcp, context, kv_dtype, nodes, tuple(vllm_options or ())
     )

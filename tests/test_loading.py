@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -265,7 +266,7 @@ def test_progress_says_bytes_seconds_and_layer(caplog, monkeypatch):
     )
 
 
-def test_the_report_has_a_name_for_every_rank(monkeypatch):
+def test_the_report_has_a_name_for_every_rank(monkeypatch, tmp_path):
     monkeypatch.delenv(report.VARIABLE, raising=False)
     assert report.report_path(0, 1) is None
     monkeypatch.setenv(report.VARIABLE, "/tmp/load.json")
@@ -275,7 +276,12 @@ def test_the_report_has_a_name_for_every_rank(monkeypatch):
         *("/tmp/load.mtp.rank3.json", "/tmp/load.mtp.json"),
     ]
     with pytest.raises(InputError, match="cannot be written"):
-        report.write_report(Path("/nowhere/report.json"), {})
+        report.ask_for_report(Path("/nowhere/report.json"))
+    report.ask_for_report(None)
+    assert os.environ[report.VARIABLE] == "/tmp/load.json"
+    report.ask_for_report(tmp_path / "r.json")
+    assert os.environ[report.VARIABLE] == str(tmp_path / "r.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_damage_is_named_with_its_place(tmp_path, sample_mix):

@@ -26,6 +26,20 @@ def report_path(rank: int, ranks: int, draft: bool = False) -> Path | None:
     return path.with_name(f"{path.stem}{marks}{path.suffix or '.json'}")
 
 
+def ask_for_report(path: Path | None) -> None:
+    """Have the loads of this process and its children reported; None changes nothing.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    if path is None:
+        return
+    path = path.expanduser().absolute()
+    write_report(path, {})
+    path.unlink()  # ranks write theirs under names of their own
+    os.environ[VARIABLE] = str(path)
+
+
 def report(
     audit: Audit,
     sizes: Mapping[str, tuple[str, int]],
