@@ -35,6 +35,7 @@ from glm5lab.loading.ranks import RankError, Ranks
 from glm5lab.loading.reconcile import reconcile, require_complete
 from glm5lab.loading.shapes import expected_shapes
 from glm5lab.loading.streaming import Streamer
+from glm5lab.serving.progress import BAR
 
 
 def test_renames_act_on_whole_components():
@@ -261,9 +262,10 @@ def test_progress_says_bytes_seconds_and_layer(caplog, monkeypatch):
         silent.add(1 << 30, "blk.7.ffn_up_exps.weight")
     assert len(caplog.messages) == 1
     assert re.fullmatch(
-        r"Loading, rank 0 of 2: 1\.0 of 4\.0 GiB in \d+\.\d s \([\d,]+ MiB/s\), at blk\.7",
+        r"Loading:  25%\| 1\.0 of 4\.0 GiB in \d+\.\d s \([\d,]+ MiB/s\), rank 0 of 2, at blk\.7",
         caplog.messages[0],
     )
+    assert BAR.match(caplog.messages[0])
 
 
 def test_the_report_has_a_name_for_every_rank(monkeypatch, tmp_path):

@@ -44,7 +44,9 @@ class Progress:
             self._bar.update(nbytes)
         elif self._show and time.monotonic() - self._said >= SAY_S:
             self._said = time.monotonic()
-            self.logger.info("Loading, %s: %s, at %s", self.label, self, place)
+            # Like a bar, which `glm5lab serve` reads.
+            percent = 100 * self.done // max(1, self.total)
+            self.logger.info("Loading: %3d%%| %s, %s, at %s", percent, self, self.label, place)
 
     def close(self) -> None:
         """Take the bar away."""
