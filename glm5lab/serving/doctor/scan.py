@@ -11,7 +11,7 @@ from glm5lab.serving.doctor.rules import FOLD, Book, Rule, book
 from glm5lab.serving.doctor.sieve import PREFIX, Sieve
 
 QUIET = frozenset({"DEBUG", "INFO", "WARNING"})
-LONGEST = 20_000  # characters of a line that patterns are tried on
+LONGEST = 6_000  # characters of a line that patterns are tried on
 STALE = 60  # lines after which a traceback without a process name is over
 TAIL = 40
 MOST_TRACES = 512  # tracebacks open at the same time
@@ -91,6 +91,8 @@ class Scanner:
                 if OK in raw:
                     if b"POST /v1" in raw:
                         self.scan.run.posts = number
+                    continue
+                if b" NCCL INFO " in head:
                     continue
                 words = sieve.quiet(raw, head)
             elif b'File "' in raw:

@@ -23,12 +23,13 @@ DURING = {
     "shutdown": "while shutting down",
 }
 LONGEST = 600  # characters of evidence
+SEARCHED = 4000  # characters in which it is looked for
 LONGEST_VALUE = 1500  # characters of what a pattern found
 
 
 def safe(text: str) -> str:
     """Text from a log as one line that no terminal obeys, without secrets."""
-    return printable(masked(text))
+    return printable(masked(text[:SEARCHED]))
 
 
 def filled(template: str, groups: dict[str, str]) -> str:
@@ -57,7 +58,11 @@ def _optional(part: str, groups: dict[str, str]) -> str:
 
 def evidence(scan: Scan, line: Line, event: Event | None = None) -> dict[str, Any]:
     """File, number and text of a line, as it stands but for secrets and escape sequences."""
-    text = masked(line.whole.strip())
+    text = line.whole.strip()
+    if len(text) > SEARCHED:  # masking takes its time; a secret at the cut goes with the rest
+        at = text.find(line.text[:80])
+        text = text[max(0, at) :][:SEARCHED].rpartition(" ")[0] or text[:SEARCHED]
+    text = masked(text)
     if len(text) > LONGEST:
         begin = 0
         if event is not None and event.rule is not None and (m := event.rule.pattern.search(text)):
