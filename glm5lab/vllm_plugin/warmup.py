@@ -13,9 +13,11 @@ from vllm.logger import init_logger
 
 logger = init_logger("vllm.glm5lab")
 
-# Prompt tokens and rows that decide how the indexer's kernels are cut.
+# Tiles and parts of a token's list are the same for all larger batches (attention/tiles.py).
+MOST_TOKENS = 1024
+# Prompt tokens, and columns of logits, that decide how the indexer's kernels are cut.
 INDEXER_TOKENS = (1, 2, 4, 8, 64, 512)
-INDEXER_WIDTHS = (128, 65536)
+INDEXER_WIDTHS = (128, 1 << 16, 1 << 18, 1 << 19)
 MOST_LOGITS = 1 << 26
 
 
@@ -30,7 +32,8 @@ def warm_up(vllm_config: Any) -> None:
         if isinstance(getattr(layer, "impl", None), TritonMLASparseImpl) and layer.kv_cache.numel():
             key = (layer.impl.num_heads, layer.head_size, layer.kv_cache.dtype)
             if key not in seen:
-                attend(layer, vllm_config.scheduler_config.max_num_batched_tokens)
+                most = vllm_config.scheduler_config.max_num_batched_tokens
+                attend(layer, min(most, MOST_TOKENS))
             seen.add(key)
     if seen:
         warm_up_indexer(vllm_config)
@@ -103,7 +106,7 @@ def score(cache: torch.Tensor, config: Any, longest: int) -> None:
         indexer_cuda.prompt_logits(
             (q[:tokens], None), (keys, scales), weights[:tokens], *bounds, 256
         )
-        for width in (*INDEXER_WIDTHS, longest):
+        for width in (*(w for w in INDEXER_WIDTHS if w < longest), longest):
             if tokens * width > MOST_LOGITS:
                 continue
             logits = torch.zeros(tokens, width, device=device)
