@@ -2,7 +2,6 @@
 # Settings: GLM5LAB_ENV=gpu|cpu, GLM5LAB_PYTHON=PATH, VLLM_CPU_WHEEL=FILE-or-URL.
 PYTHON ?= python3
 BIN := .venv/bin
-NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitize.cfg
 
 .PHONY: help setup demo test test-all lab static notebooks clean
 
@@ -34,14 +33,14 @@ static: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# JUPYTER_PREFER_ENV_PATH: .venv's kernel wins over one of the same name in the home folder.
+# Settings of nbval, and what it does about GPUs and kernels that die: notebooks/pytest.ini, conftest.py.
 notebooks: setup
-	@if ls notebooks/*.ipynb >/dev/null 2>&1; then \
-	  JUPYTER_PREFER_ENV_PATH=1 $(BIN)/python -m pytest $(NBVAL) notebooks; \
-	else echo "notebooks/ holds no notebooks: nothing to run"; fi
+	@$(BIN)/python -m tools.notebooks check
+	@$(BIN)/python -m pytest -c notebooks/pytest.ini notebooks
 
+# JUPYTER_PREFER_ENV_PATH: .venv's kernel wins over one of the same name in the home folder.
 lab: setup
-	@JUPYTER_PREFER_ENV_PATH=1 $(BIN)/jupyter lab notebooks
+	@JUPYTER_PREFER_ENV_PATH=1 $(BIN)/jupyter lab notebooks/00_environment.ipynb
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache glm5lab.egg-info
