@@ -5,6 +5,7 @@ deterministic, and their requests and texts differ from line to line.
 """
 
 import json
+import os
 import platform
 import random
 import subprocess
@@ -142,6 +143,7 @@ def bench_doctor(gigabytes: float = 1.0) -> dict[str, Any]:
         "command": "glm5lab bench doctor",
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": report()["cpu"],
+        "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "logs": logs,
         "limits": {"cpu_s": limit, "mb": LIMIT_MB},
