@@ -71,6 +71,27 @@ def test_an_error_in_a_stream_is_said():
         list(Client(url).stream_chat(QUESTION))
 
 
+def test_an_answer_that_the_server_gave_up_is_no_answer():
+    """As vLLM ends the requests under way when it is stopped."""
+    given_up = {"choices": [{"text": "a", "delta": {}, "finish_reason": "abort"}]}
+
+    def answer(request):
+        if not request.body().get("stream"):
+            return request.say(given_up)
+        request.send_response(200)
+        request.end_headers()
+        request.event(piece("a"))
+        request.event(given_up)
+        return request.event("[DONE]")
+
+    with openai(answer) as url:
+        client, said = Client(url), r"the server gave the request up \(abort\)"
+        with pytest.raises(ClientError, match="after 2 pieces: " + said):
+            list(client.stream_completion("x"))
+        with pytest.raises(ClientError, match="/v1/completions: " + said):
+            client.completion("x")
+
+
 @pytest.mark.parametrize("begun", [False, True], ids=["answer", "stream"])
 def test_silence_is_a_timeout_that_says_how_long(begun):
     done = threading.Event()

@@ -1,12 +1,13 @@
 """Layer 5 under load, and with two workers: the same answers as one request at a time gets."""
 
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from faults import victim
+from faults import Victim, victim
 
-from glm5lab.serving.client import Client
+from glm5lab.serving.client import Client, ClientError
 
 # Prompt and answer together no longer than top-k: longer ones may differ with the batch's
 # composition, where two rows nearly tie for the last place among the selected.
@@ -31,14 +32,28 @@ def ask(client: Client, prompt: list[int], abort: bool) -> str | None:
     return None
 
 
+def keyed(server: Victim) -> Client:
+    """A client with the generated key, which is shown once, logged nowhere, and demanded."""
+    text = server.text()
+    (key,) = re.findall(r"^API key, generated and shown only here: (\S{32,})$", text, re.M)
+    assert text.count(key) == 1
+    assert key not in server.log.read_text()
+    for wrong in (None, key[:-1]):
+        with pytest.raises(ClientError, match=r"401 .*give the server's API key"):
+            Client(server.client.url, api_key=wrong).models()
+    return Client(server.client.url, api_key=key)
+
+
 @pytest.mark.slow
 def test_200_requests_16_at_a_time_with_aborts_equal_sequential_ones(sample_f32):
     chance = random.Random(0)
     kinds = prompts(chance)
     work = [(kinds[n % KINDS], chance.random() < 0.2) for n in range(REQUESTS)]
     assert 20 < sum(abort for _, abort in work) < 60
-    with victim(sample_f32) as server:
+    # Bound to every address, so that all of it is asked with the key.
+    with victim(sample_f32, options=("--host", "0.0.0.0")) as server:
         server.wait_ready()
+        server.client = keyed(server)
         alone = {tuple(prompt): server.client.completion(prompt, **OPTIONS) for prompt in kinds}
         assert len(set(alone.values())) > KINDS // 2
         with ThreadPoolExecutor(WORKERS) as pool:

@@ -100,13 +100,12 @@ class Client:
     def complete(self, prompt: str | Sequence[int], **options: Any) -> dict[str, Any]:
         """As `completion`, with all that the server says: log-probabilities, finish_reason."""
         body = {"model": self.model, "prompt": prompt, **options}
-        choice: dict[str, Any] = self._json(COMPLETIONS, body)["choices"][0]
-        return choice
+        return self._choice(COMPLETIONS, body)
 
     def chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The assistant's answer to a conversation."""
         body = {"model": self.model, "messages": list(messages), **options}
-        return self._json(CHAT, body)["choices"][0]["message"]["content"] or ""
+        return self._choice(CHAT, body)["message"]["content"] or ""
 
     def stream_completion(
         self, prompt: str | Sequence[int], **options: Any
@@ -142,7 +141,8 @@ class Client:
                     if "error" in event:
                         raise ClientError(f"{where}: after {count} pieces: {_words(data.encode())}")
                     count += 1
-                    yield from event["choices"]
+                    for choice in event["choices"]:
+                        yield _given_up(f"{where}: after {count} pieces", choice)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._cut(where, count, error) from error
         raise self._cut(where, count, None)
@@ -154,6 +154,10 @@ class Client:
             why = f"the stream was cut ({_reason(error) if error else 'it ended without [DONE]'})"
             why += "; the server has ended, or something between has"
         return ClientError(f"{where}: after {count} pieces {why}")
+
+    def _choice(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The first choice of a whole answer."""
+        return _given_up(f"POST {self.url}{path}", self._json(path, body)["choices"][0])
 
     def _json(self, path: str, body: dict[str, Any] | None) -> Any:
         answer = self._read(path, body)
@@ -216,6 +220,14 @@ class Client:
             why = f"no answer within {self.timeout_s:g} s; the server is busy or stuck"
             return ClientError(f"{where}: {why}, or timeout_s is too short")
         return ClientError(f"{where}: no answer ({_reason(reason)}); does the server run?")
+
+
+def _given_up(where: str, choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice itself; ClientError where the server did not finish it, as when it is stopped."""
+    reason = choice.get("finish_reason")
+    if reason in ("abort", "error"):
+        raise ClientError(f"{where}: the server gave the request up ({reason}); was it stopped?")
+    return choice
 
 
 def _reason(error: object) -> str:

@@ -23,6 +23,8 @@ from typing import Any
 # Seconds for a command whose owner is gone, and for workers whose command is gone.
 OWNER_GONE_S = 10.0
 COMMAND_GONE_S = 3.0
+# And for a resource tracker after the last process that it works for.
+TRACKER_S = 5.0
 
 
 def states(group: int) -> dict[int, str]:
@@ -56,17 +58,27 @@ def end_group(group: int, patience_s: float) -> None:
     """End the processes of a group but this one: SIGTERM, and SIGKILL after `patience_s`.
 
     Python's resource tracker is among them: it takes no SIGTERM, removes the shared memory of
-    the dead once the last of them has gone, and then ends by itself.
+    the dead once the last of them has gone, and then ends by itself. It gets time for that.
     """
     deadline = time.monotonic() + patience_s
     signum = signal.SIGTERM
     while others := [pid for pid in members(group) if pid != os.getpid()]:
+        if signum == signal.SIGKILL and time.monotonic() < deadline + TRACKER_S:
+            others = [pid for pid in others if not _is_tracker(pid)]
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
         late = time.monotonic() > deadline
         signum = signal.SIGKILL if late else signal.SIGTERM
         time.sleep(0.1)
+
+
+def _is_tracker(pid: int) -> bool:
+    """Whether a process is one of Python's resource trackers."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def remove_scratch(scratch: Path) -> None:
