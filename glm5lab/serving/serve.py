@@ -74,11 +74,14 @@ def serve(file: str | Path, options: ServeOptions) -> bool:
         ServerError: the server failed, or is stuck.
     """
     require_free(options.wanted.options)
-    who = access(options.host, options.api_key, options.no_auth)
+    # Other machines than the first bind nothing.
+    answers = options.nodes.answers
+    who = access(options.host, options.api_key, options.no_auth) if answers else Access(None)
     plan = layout(open_for_serving(file), platform(), options.wanted)
     if plan.platform != platform() and not options.dry_run:
         raise InputError("--gpus", "no GPU is here to serve on", "add --dry-run, or leave it out")
-    port = options.port if options.dry_run else usable_port(options.host, options.port)
+    binds = answers and not options.dry_run
+    port = usable_port(options.host, options.port) if binds else options.port
     print(f"plan: {plan.summary}")
     keyed = who.key is not None
     lines = [command_line(file, options, plan, port, n, keyed) for n in shown_ranks(options)]
@@ -144,7 +147,9 @@ def run(file: str | Path, options: ServeOptions, plan: Layout, port: int, who: A
                 announce(server, client, options)
                 ready = True
                 hold(server, client, options.stall_s, to_stderr)
-            print(f"machine {options.nodes.rank} runs; the endpoint is on {options.nodes.head}")
+            ready = True
+            where = f"machine {options.nodes.rank} runs; the endpoint is on {options.nodes.head}"
+            print(f"{where}; Ctrl-C stops it", flush=True)
             server.wait()
             raise server.failed("while it was serving")
     except KeyboardInterrupt:
