@@ -3,6 +3,8 @@
 vLLM's part of the call (slots, counts, caches with gaps between pages) is made up here.
 """
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -79,3 +81,18 @@ def test_the_impl_attends_to_the_rows_of_its_slots(fp8):
     """Rows of 576 and 512, pages next to each other and with rows of other layers in between."""
     calls = (f"t.attend({rope}, {fp8}, {gap})" for rope in (64, 0) for gap in (0, 4))
     run_interpreted("import test_backend_cuda as t; " + "; ".join(calls))
+
+
+def test_short_prompts_attend_densely_where_vllm_can_read_the_rows():
+    code = """
+import torch
+from glm5lab.vllm_plugin.backend_cuda import reads_rows_back
+print([reads_rows_back(*case) for case in (
+    ("auto", 64, torch.float16), ("bfloat16", 0, torch.bfloat16),
+    ("fp8_ds_mla", 64, torch.bfloat16), ("fp8_ds_mla", 0, torch.bfloat16),
+    ("fp8_ds_mla", 64, torch.float16))])
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert child.stdout.splitlines()[-1] == "[True, True, True, False, False]"

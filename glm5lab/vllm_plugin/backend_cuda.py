@@ -25,6 +25,14 @@ DECODE_QUERY_LENGTH = 128
 FP8_ROPE = 64  # width of the rotary part of every fp8_ds_mla row
 
 
+def reads_rows_back(kv_cache_dtype: str, rope: int, dtype: torch.dtype) -> bool:
+    """Whether vLLM's dense attention for short prompts can read cached rows as the model's.
+
+    It unpacks fp8_ds_mla rows to bfloat16, at the width that they have with a rotary part.
+    """
+    return kv_cache_dtype != "fp8_ds_mla" or (rope == FP8_ROPE and dtype == torch.bfloat16)
+
+
 @dataclass(kw_only=True)
 class TritonMLASparseMetadata(SparseMLACommonMetadata):
     """One batch, as vLLM's base class describes it."""
@@ -107,9 +115,9 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
         )
         self.supports_quant_query_input = False
         # A model without a rotary part keeps fp8_ds_mla's rotary columns at zero, so zeros extend
-        # its queries. vLLM's dense attention reads rows back at the model's width, so not there.
+        # its queries.
         self.pads_query = kv_cache_dtype == "fp8_ds_mla" and self.qk_rope_head_dim == 0
-        if self.pads_query:
+        if not reads_rows_back(kv_cache_dtype, self.qk_rope_head_dim, torch.get_default_dtype()):
             self.supports_dense_mha_prefill = False
 
     def _forward_mqa_kernel(
