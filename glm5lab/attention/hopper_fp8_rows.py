@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from glm5lab.attention.sparse_mla_hopper import BLOCK_K, CHUNK, D_V, STAGES, row_offsets
+from glm5lab.attention.sparse_mla_hopper import BLOCK_K, CHUNK, D_V, STAGES, load_slots, row_offsets
 
 GROUP = gl.constexpr(128)  # values that share a scale
 ROW_UNITS = gl.constexpr(41)  # 656 bytes in units of 16
@@ -45,6 +45,7 @@ def gather_fp8(
     p_i,
     start,
     end,
+    slots,
     page_size,
     stride_page,
     s_v,
@@ -70,7 +71,7 @@ def gather_fp8(
     stage = FIRST
     phase = 1
     start += FIRST * BLOCK_K
-    b_slot = gl.load(p_i + start + o_k, mask=start + o_k < end, other=-1)
+    b_slot = load_slots(p_i, start + o_k, end, slots)
     for block in range(start, end, BLOCK_K * STEP):
         m_k = b_slot >= 0
         m_w = m_k[:, None] & (o_w >= 0)[None, :]
@@ -89,8 +90,7 @@ def gather_fp8(
         # The same rows in the same threads: nothing moves.
         p_r = rope_ptr + (gl.convert_layout(b_row, row_r) * 8)[:, None] + 264 + o_r[None, :]
         m_r = (gl.convert_layout(b_slot, row_r) >= 0)[:, None] & (o_r >= 0)[None, :]
-        o_next = block + BLOCK_K * STEP + o_k
-        b_slot = gl.load(p_i + o_next, mask=o_next < end, other=-1)
+        b_slot = load_slots(p_i, block + BLOCK_K * STEP + o_k, end, slots)
 
         # e4m3 reaches 448 and a scale is below twice the power of two: 57,344 at most.
         b_top = gl.max(gl.maximum(gl.maximum(b_s0, b_s1), gl.maximum(b_s2, b_s3)), 0)

@@ -72,6 +72,11 @@ class Problem:
         return self.kv if self.kv.dim() == 3 else self.kv[None]
 
     @property
+    def slots(self) -> int:
+        """S, the cache's rows."""
+        return self.pages.shape[0] * self.pages.shape[1]
+
+    @property
     def paged(self) -> bool:
         """Whether slots need a division: contiguous pages are rows at one stride."""
         pages = self.pages

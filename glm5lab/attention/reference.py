@@ -59,7 +59,7 @@ def check_sparse_mla_arguments(
     if out is not None and out.shape != (tokens, heads, d_v):
         raise ValueError(f"out: expected [{tokens}, {heads}, {d_v}], got shape {tuple(out.shape)}")
     if check:
-        _check_slots(indices, kv.shape[0] if kv.dim() == 2 else kv.shape[0] * kv.shape[1])
+        _check_slots(indices, kv[..., 0].numel())
 
 
 def _check_fp8_rows(kv: torch.Tensor, width: int, d_v: int) -> None:
@@ -103,7 +103,8 @@ def sparse_mla(
         q: [T, H, D] queries in latent space, D = latent + rope (576 for GLM-5).
         kv: cached rows [S, D], or pages [P, page_size, D]; slot s is row s, or
             page s // page_size, row s % page_size. Or fp8_ds_mla: uint8, rows of 656 bytes.
-        indices: [T, K] integer slots; -1 marks an empty place, anywhere in the row.
+        indices: [T, K] integer slots; -1 marks an empty place, anywhere in the row, and a slot
+            outside kv counts as one.
         scale: factor on the scores, (nope + rope) ** -0.5 for GLM-5.
         lengths: [T] integers; token t attends to its first lengths[t] places only.
         d_v: width of the values, the first d_v columns of a row (512 for GLM-5).
@@ -120,16 +121,17 @@ def sparse_mla(
     """
     check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check)
     tokens, heads, _ = q.shape
+    slots = kv[..., 0].numel()
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     result = q.new_empty(tokens, heads, d_v) if out is None else out
     lse = torch.empty(tokens, heads, dtype=compute, device=q.device)
     place = torch.arange(indices.shape[1], device=q.device)
     for start in range(0, tokens, tokens_at_once):
         part = slice(start, start + tokens_at_once)
-        filled = indices[part] >= 0
+        filled = (indices[part] >= 0) & (indices[part] < slots)
         if lengths is not None:
             filled &= place < lengths[part, None]
-        rows = gather_rows(kv, indices[part].clamp_min(0))
+        rows = gather_rows(kv, indices[part].masked_fill(~filled, 0))
         rows = unpack_fp8_rows(rows, compute) if rows.dtype == torch.uint8 else rows.to(compute)
         # An empty place gathers row 0, which may hold anything, NaN included.
         rows = rows.masked_fill(~filled[..., None], 0.0)

@@ -36,7 +36,17 @@ from glm5lab.attention.tiles import (
 HOPPER_FP8 = os.environ.get("GLM5LAB_HOPPER_FP8", "0") == "1"
 
 
-@triton.jit(do_not_specialize=["heads", "top_k", "page_size", "part", "parts", "stride_it"])
+@triton.jit(
+    do_not_specialize=[
+        "heads",
+        "top_k",
+        "slots",
+        "page_size",
+        "part",
+        "parts",
+        "stride_it",
+    ]
+)
 def _attend_kernel(
     q_ptr,
     kv_ptr,
@@ -47,6 +57,7 @@ def _attend_kernel(
     scale_log2,
     heads,
     top_k,
+    slots,
     page_size,
     part,
     parts,
@@ -115,7 +126,7 @@ def _attend_kernel(
     b_acc0 = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     b_acc1 = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     for block in tl.range(start, end, BLOCK_K, num_stages=STAGES):
-        m_k = b_slot >= 0
+        m_k = (b_slot >= 0) & (b_slot < slots)
         # A cache may exceed 2**31 bytes: slots become int64 before they are multiplied.
         b_row = tl.where(m_k, b_slot, 0).to(tl.int64)
         if PAGED:
@@ -223,7 +234,7 @@ def sparse_mla(
         q: [T, H, D].
         kv: [S, D], or pages [P, page_size, D] with any strides between pages and rows; uint8 rows
             of 656 bytes stand for fp8_ds_mla.
-        indices: [T, K] int32 slots, -1 for an empty place.
+        indices: [T, K] int32 slots, -1 for an empty place; a slot outside kv counts as one.
         scale: factor on the scores.
         lengths: [T] integers, or None.
         d_v: width of the values.
@@ -363,6 +374,7 @@ def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
         problem.scale * LOG2E,
         problem.heads,
         problem.top_k,
+        problem.slots,
         pages.shape[1],
         parts.places,
         parts.count,

@@ -71,7 +71,17 @@ def _halves(b_word, ROWS: tl.constexpr, HOW: tl.constexpr):
     return tl.reshape(tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)), [4, ROWS, 128])
 
 
-@triton.jit(do_not_specialize=["heads", "top_k", "page_size", "part", "parts", "stride_it"])
+@triton.jit(
+    do_not_specialize=[
+        "heads",
+        "top_k",
+        "slots",
+        "page_size",
+        "part",
+        "parts",
+        "stride_it",
+    ]
+)
 def _attend_fp8_kernel(
     q_ptr,
     word_ptr,
@@ -84,6 +94,7 @@ def _attend_fp8_kernel(
     scale_log2,
     heads,
     top_k,
+    slots,
     page_size,
     part,
     parts,
@@ -147,7 +158,7 @@ def _attend_fp8_kernel(
     b_unit = tl.full([4], 1e-30, tl.float32)
     b_acc = tl.zeros([4, 128, BLOCK_H], tl.float32)
     for block in tl.range(start, end, BLOCK_K, num_stages=STAGES):
-        m_k = b_slot >= 0
+        m_k = (b_slot >= 0) & (b_slot < slots)
         b_row = tl.where(m_k, b_slot, 0).to(tl.int64)
         if PAGED:
             i_page = b_row // page_size
@@ -223,6 +234,7 @@ def attend_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
         problem.scale * LOG2E,
         problem.heads,
         problem.top_k,
+        problem.slots,
         pages.shape[1],
         parts.places,
         parts.count,

@@ -40,6 +40,13 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
+def load_slots(p_i, o_place, end, slots):
+    """Slots of a list's places; -1 behind its end, and in place of a slot outside the cache."""
+    b_slot = gl.load(p_i + o_place, mask=o_place < end, other=-1)
+    return gl.where(b_slot < slots, b_slot, -1)
+
+
+@gluon.jit
 def row_offsets(b_slot, page_size, stride_page, stride_row, PAGED: gl.constexpr):
     """Offsets of slots' rows in units of 16 bytes, int64; an empty slot counts as slot 0."""
     b_row = gl.where(b_slot >= 0, b_slot, 0).to(gl.int64)
@@ -66,6 +73,7 @@ def _gather(
     p_i,
     start,
     end,
+    slots,
     page_size,
     stride_page,
     stride_row,
@@ -84,7 +92,7 @@ def _gather(
     o_k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
     o_c = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
     # The next block's slots are loaded a step ahead, as their rows' addresses depend on them.
-    b_slot = gl.load(p_i + start + o_k, mask=start + o_k < end, other=-1)
+    b_slot = load_slots(p_i, start + o_k, end, slots)
     p_row = p_q + o_k[:, None] * stride_qh + o_c[None, :]
     m_row = (o_k < heads)[:, None] & (o_c >= 0)[None, :]
     _copy(p_row, m_row, s_q, D_V)
@@ -97,8 +105,7 @@ def _gather(
         m_row = (b_slot >= 0)[:, None] & (o_c >= 0)[None, :]
         b_row = row_offsets(b_slot, page_size, stride_page, stride_row, PAGED)
         p_row = kv_ptr + (b_row * 8)[:, None] + o_c[None, :]
-        o_next = block + BLOCK_K + o_k
-        b_slot = gl.load(p_i + o_next, mask=o_next < end, other=-1)
+        b_slot = load_slots(p_i, block + BLOCK_K + o_k, end, slots)
         mbarrier.wait(empty.index(stage), phase)
         # Two barriers a block: its first half is multiplied while the second still arrives.
         s_rows = s_v.index(stage)
@@ -153,6 +160,7 @@ def _attend(
     p_i,
     start,
     end,
+    slots,
     s_q,
     s_qr,
     s_v,
@@ -182,7 +190,7 @@ def _attend(
         mbarrier.wait(full.index(stage * 2), phase)
         # Copied rows are read by wgmma's own path to memory.
         fence_async_shared()
-        b_slot = gl.load(p_i + block + o_k, mask=block + o_k < end, other=-1)
+        b_slot = load_slots(p_i, block + o_k, end, slots)
         s_keys = s_rows.slice(0, HALF, dim=1).permute((1, 0))
         b_s = warpgroup_mma(s_q.slice(0, HALF, dim=1), s_keys, b_zero, use_acc=False, is_async=True)
         mbarrier.wait(full.index(stage * 2 + 1), phase)
@@ -219,6 +227,7 @@ def _attend(
     do_not_specialize=[
         "heads",
         "top_k",
+        "slots",
         "page_size",
         "part",
         "parts",
@@ -237,6 +246,7 @@ def _attend_64_kernel(
     scale_log2,
     heads,
     top_k,
+    slots,
     page_size,
     part,
     parts,
@@ -288,9 +298,9 @@ def _attend_64_kernel(
     left = heads - i_h
     # fmt: off
     gl.warp_specialize([
-        (_attend, (p_out, stride_oh, p_lse, left, scale_log2, p_i, start, end,
+        (_attend, (p_out, stride_oh, p_lse, left, scale_log2, p_i, start, end, slots,
                    s_q, s_qr, s_v, s_r, q_full, full, empty, D_ROPE)),
-        (_gather, (p_q, stride_qh, left, kv_ptr, p_i, start, end, page_size, stride_page,
+        (_gather, (p_q, stride_qh, left, kv_ptr, p_i, start, end, slots, page_size, stride_page,
                    stride_row, s_q, s_qr, s_v, s_r, q_full, full, empty, D_ROPE, PAGED)),
     ], [GATHER_WARPS], [GATHER_REGISTERS])
     # fmt: on
@@ -314,6 +324,7 @@ def attend_hopper(problem: Problem, parts: Parts, tile: Tile) -> None:
         problem.scale * LOG2E,
         problem.heads,
         problem.top_k,
+        problem.slots,
         pages.shape[1],
         parts.places,
         parts.count,

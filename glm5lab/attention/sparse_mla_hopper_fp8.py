@@ -25,7 +25,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.hopper_fp8_rows import TINY, gather_fp8, store_queries
 from glm5lab.attention.problem import LOG2E, Parts, Problem
-from glm5lab.attention.sparse_mla_hopper import BLOCK_K, CHUNK, D_V, LN2, STAGES, store_64
+from glm5lab.attention.sparse_mla_hopper import (
+    BLOCK_K,
+    CHUNK,
+    D_V,
+    LN2,
+    STAGES,
+    load_slots,
+    store_64,
+)
 from glm5lab.attention.tiles import Device, Tile, sparse_mla_tiles
 
 
@@ -46,6 +54,7 @@ def _attend(
     p_i,
     start,
     end,
+    slots,
     s_q,
     s_qr,
     s_p,
@@ -71,7 +80,7 @@ def _attend(
     phase = 0
     for block in range(start, end, BLOCK_K):
         mbarrier.wait(full.index(stage), phase)
-        b_slot = gl.load(p_i + block + o_k, mask=block + o_k < end, other=-1)
+        b_slot = load_slots(p_i, block + o_k, end, slots)
         s_rows = s_v.index(stage)
         b_s = warpgroup_mma(s_rows, s_q.permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_r = warpgroup_mma(
@@ -125,6 +134,7 @@ def _attend_64(
     p_i,
     start,
     end,
+    slots,
     s_q,
     s_qr,
     s_v,
@@ -150,7 +160,7 @@ def _attend_64(
     phase = 0
     for block in range(start, end, BLOCK_K):
         mbarrier.wait(full.index(stage), phase)
-        b_slot = gl.load(p_i + block + o_k, mask=block + o_k < end, other=-1)
+        b_slot = load_slots(p_i, block + o_k, end, slots)
         s_rows = s_v.index(stage)
         b_s = warpgroup_mma(s_q, s_rows.permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_r = warpgroup_mma(
@@ -186,6 +196,7 @@ def _attend_64(
     do_not_specialize=[
         "heads",
         "top_k",
+        "slots",
         "page_size",
         "part",
         "parts",
@@ -205,6 +216,7 @@ def _attend_hopper_fp8_kernel(
     scale_log2,
     heads,
     top_k,
+    slots,
     page_size,
     part,
     parts,
@@ -254,19 +266,19 @@ def _attend_hopper_fp8_kernel(
     if HEADS == 64:
         gl.warp_specialize([
             (_attend_64, (p_q, stride_qh, p_out, stride_oh, p_lse, left, scale_log2, p_i, start,
-                          end, s_q, s_qr, s_v, s_r, s_unit, full, empty, HEADS)),
-            (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, page_size, stride_page,
-                       s_v, s_r, s_unit, full, empty, PAGED, 4, 0, 1, 2)),
+                          end, slots, s_q, s_qr, s_v, s_r, s_unit, full, empty, HEADS)),
+            (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
+                       stride_page, s_v, s_r, s_unit, full, empty, PAGED, 4, 0, 1, 2)),
         ], [4], [REGISTERS])
     else:
         s_p = gl.allocate_shared_memory(gl.float16, [HEADS, BLOCK_K], shared)
         gl.warp_specialize([
             (_attend, (p_q, stride_qh, p_out, stride_oh, p_lse, left, scale_log2, p_i, start, end,
-                       s_q, s_qr, s_p, s_v, s_r, s_unit, full, empty, HEADS)),
-            (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, page_size, stride_page,
-                       s_v, s_r, s_unit, full, empty, PAGED, 4, 0, 2, 4)),
-            (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, page_size, stride_page,
-                       s_v, s_r, s_unit, full, empty, PAGED, 4, 1, 2, 4)),
+                       slots, s_q, s_qr, s_p, s_v, s_r, s_unit, full, empty, HEADS)),
+            (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
+                       stride_page, s_v, s_r, s_unit, full, empty, PAGED, 4, 0, 2, 4)),
+            (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
+                       stride_page, s_v, s_r, s_unit, full, empty, PAGED, 4, 1, 2, 4)),
         ], [4, 4], [REGISTERS, REGISTERS])
     # fmt: on
 
@@ -292,6 +304,7 @@ def attend_hopper_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
         problem.scale * LOG2E,
         problem.heads,
         problem.top_k,
+        problem.slots,
         pages.shape[1],
         parts.places,
         parts.count,
