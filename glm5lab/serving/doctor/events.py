@@ -18,7 +18,7 @@ EXCEPTION = re.compile(
     r"|OutOfResources|Timeout)(?:: |:?$)"
 )
 FRAME = re.compile(rb' File "(?P<file>[^"]*)", line \d+(?:, in (?P<function>[^\r]*))?')
-HEAD = "Traceback (most recent call last)"
+HEAD = b"Traceback (most recent call last)"
 CHAIN = re.compile(
     r"^(?:The above exception was the direct cause of|During handling of the above exception)"
 )

@@ -23,7 +23,6 @@ FOLD = bytes(
 
 # Words that the scanner itself looks for, with the text that must be there.
 EXTRA = {
-    "traceback": "traceback (most recent",
     "above": "the above exception",
     "during": "during handling of",
     "new": "no new ",

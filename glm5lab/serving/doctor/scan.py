@@ -15,6 +15,7 @@ LONGEST = 6_000  # characters of a line that patterns are tried on
 STALE = 60  # lines after which a traceback without a process name is over
 TAIL = 40
 MOST_TRACES = 512  # tracebacks open at the same time
+MOST_REPORTS = 1000  # reports of speed that are taken apart for more than that
 THROUGHPUT = b"Avg generation throughput: "
 NOTHING = b"Avg generation throughput: 0.0 tokens/s"
 NO_PROMPT = b"Avg prompt throughput: 0.0 tokens/s"
@@ -47,6 +48,7 @@ class Scanner:
         self.scan = Scan(file)
         self._traces: dict[bytes, Trace] = {}
         self._owner = self._time = ""
+        self._reports = 0
         self._sieve = Sieve(self.book)
 
     def read(self, blocks: Iterable[Numbered]) -> None:
@@ -104,6 +106,9 @@ class Scanner:
                     if not trace.front_end and not key:
                         trace.front_end = any(part in raw for part in events.FRONT_END)
                 continue
+            elif events.HEAD in raw:
+                self._opens(number, raw)
+                continue
             elif (
                 (raw[:4] == b"    " or b"     " in head)
                 and b"rror: " not in raw
@@ -137,7 +142,9 @@ class Scanner:
         run.ready = run.ready or run.progress
         run.stage = "serving"
         if (b"Corrupted: " in raw and b"Corrupted: 0" not in raw) or b"Preemptions: " in raw:
-            self._line(number, raw, frozenset({b"corrupted", b"preemptions"}))
+            self._reports += 1
+            if self._reports <= MOST_REPORTS:
+                self._line(number, raw, frozenset({b"corrupted", b"preemptions"}))
 
     def _line(self, number: int, raw: bytes, words: frozenset[bytes]) -> bool:
         """Take a line apart that may matter; whether it did."""
@@ -158,19 +165,22 @@ class Scanner:
         mark = (line.level in QUIET or not line.level) and self._milestone(line, words)
         return self._judge(line, words, trace) or mark or waits
 
+    def _opens(self, number: int, raw: bytes) -> None:
+        """A traceback begins, or the next one of a chain."""
+        key = _key(raw)
+        trace = self._traces.get(key)
+        if trace is not None and trace.linked:
+            trace.linked, trace.open, trace.last = False, True, number
+            trace.raw.clear()
+        else:
+            if len(self._traces) >= MOST_TRACES:
+                self._traces.clear()
+            self._traces[key] = Trace(number, number, owner=self._owner)
+        self._owner = ""
+
     def _in_traceback(self, line: Line, key: bytes, trace: Trace | None) -> bool:
         """Assemble tracebacks; True for a line of one that is not its exception."""
         text = line.text
-        if text.startswith(events.HEAD):
-            if trace is not None and trace.linked:
-                trace.linked, trace.open, trace.last = False, True, line.number
-                trace.raw.clear()
-            else:
-                if len(self._traces) >= MOST_TRACES:
-                    self._traces.clear()
-                self._traces[key] = Trace(line.number, line.number, owner=self._owner)
-            self._owner = ""
-            return True
         if process := events.PROCESS_HEAD.match(text):
             self._owner = process["name"]
             return True

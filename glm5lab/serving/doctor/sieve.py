@@ -30,7 +30,7 @@ class Sieve:
         self._texts: Texts = dict(book.probes)
         self._quiet_texts: Texts = dict(book.quiet_probes)
         self._vain: dict[bytes, int] = {}
-        self._hit = b""
+        self._hit, self._forgotten = b"", 0
 
     def quiet(self, raw: bytes, head: bytes) -> frozenset[bytes] | None:
         """The words of a line of level INFO that rules look for; None: drop it."""
@@ -66,10 +66,9 @@ class Sieve:
             ):
                 return None
             words = NOTHING
-        if b"raceback (" not in raw:
-            if len(self._repeats) > MOST:
-                self._repeats.clear()
-            self._repeats[message] = self._repeats.get(message, 0) + 1
+        if len(self._repeats) > MOST:
+            self._repeats.clear()
+        self._repeats[message] = self._repeats.get(message, 0) + 1
         return words
 
     def _probe(self, texts: Texts, words: frozenset[bytes], raw: bytes) -> bool:
@@ -95,5 +94,7 @@ class Sieve:
                         by_word[word] = tuple(text for text in texts if text != hit)
 
     def forget(self) -> None:
-        """After a failure or a new start, messages seen before may matter again."""
-        self._repeats.clear()
+        """After a failure or a new start, messages seen before may matter again, for some times."""
+        self._forgotten += 1
+        if self._forgotten <= TIRED:
+            self._repeats.clear()
