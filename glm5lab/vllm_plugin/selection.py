@@ -51,7 +51,11 @@ def explaining(valid_backends: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(valid_backends)
-    def explained(cls: Any, device_capability: Any, config: Any, num_heads: Any = None) -> Any:
+    def explained(
+        cls: Any, device_capability: Any, attn_selector_config: Any, num_heads: Any = None
+    ) -> Any:
+        # vLLM passes these by name.
+        config = attn_selector_config
         valid, refused = valid_backends(cls, device_capability, config, num_heads)
         chosen = min(valid, key=lambda candidate: candidate.priority, default=None)
         if config.use_sparse and chosen is not None and chosen.backend.name == BACKEND:
