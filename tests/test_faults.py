@@ -16,8 +16,8 @@ from faults import END_S, Stream, Victim, pause, victim
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 ROLES = ("engine", "worker0", "api", "leash", "glm5lab")
 SEED = int(os.environ.get("GLM5LAB_FAULT_SEED", "0"))
-# Longer than a start is silent where nothing computes, and than an idle engine is.
-LOADING_S, SERVING_S = 20.0, 6.0
+# Longer than a start is silent where nothing computes, on a busy machine, too.
+STALL_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,15 @@ def require_named_end(server: Victim, fault: Fault, stream: Stream | None, stall
 
 
 def run(file, fault: Fault) -> None:
-    stall_s = LOADING_S if fault.moment == "loading" else SERVING_S
-    with victim(file, 120.0 if fault.signum == KILL else stall_s) as server:
+    with victim(file, 120.0 if fault.signum == KILL else STALL_S) as server:
         stream = strike(server, fault)
         if (fault.signum, fault.role) == (STOP, "leash"):
-            pause(SERVING_S + 2, server)
+            pause(STALL_S + 2, server)
             assert server.works()
             assert server.interrupt() == 0
             assert server.leftovers() == []
         else:
-            require_named_end(server, fault, stream, stall_s)
+            require_named_end(server, fault, stream, STALL_S)
 
 
 def disconnects(server: Victim, times: int) -> None:

@@ -44,16 +44,6 @@ def members(group: int) -> list[int]:
     return list(states(group))
 
 
-def cpu_seconds(group: int) -> float:
-    """Seconds that the living processes of a group have computed."""
-    ticks = 0
-    for pid in members(group):
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # utime, stime
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def end_group(group: int, patience_s: float) -> None:
     """End the processes of a group but this one: SIGTERM, and SIGKILL after `patience_s`.
 

@@ -26,7 +26,7 @@ from glm5lab.serving.command import (
     url,
     usable_port,
 )
-from glm5lab.serving.leash import cpu_seconds
+from glm5lab.serving.leash import states
 from glm5lab.serving.process import LoggedProcess
 from glm5lab.serving.progress import Progress
 from glm5lab.serving.verdict import doctor, ended, halted, verdict
@@ -35,8 +35,9 @@ POLL_S = 0.25
 SAY_S = 30.0
 # Seconds that a stuck engine gets to end by itself.
 STUCK_PATIENCE_S = 5.0
-# Stages in which processes import, and how long is looked whether they do.
-IMPORTING, COMPUTES_S = ("imports", "engine"), 2.0
+# Stages that may be silent while a process works, and states of one that does: it computes, waits
+# for a core or for the disk (proc(5)); looked at so often.
+SILENT, BUSY, LOOKS = ("imports", "engine", "http"), "RD", 16
 USAGE = 2  # vLLM's exit code for options that it does not know
 
 
@@ -145,15 +146,17 @@ class Server(LoggedProcess):
         return time.monotonic() - began
 
     def _computes(self) -> bool:
-        """Whether it is still importing, which is silent and takes a slow disk's time.
+        """Whether it is importing, say, which is silent and takes a slow disk's time.
 
-        Later a process that computes may well wait for another one, which is no progress.
+        In other stages a process that computes may well wait for another one: that is no progress.
         """
-        if self.progress.stage not in IMPORTING:
+        if self.progress.stage not in SILENT:
             return False
-        before = cpu_seconds(self.group)
-        time.sleep(COMPUTES_S)
-        return cpu_seconds(self.group) - before > COMPUTES_S / 10
+        busy = 0
+        for _ in range(LOOKS):
+            time.sleep(POLL_S / 2)
+            busy += any(state in BUSY for state in states(self.group).values())
+        return busy > LOOKS // 5
 
     def failed(self, when: str) -> ServerError | InputError:
         """The error for a server that has ended by itself."""
