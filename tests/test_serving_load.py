@@ -69,7 +69,9 @@ def test_200_requests_16_at_a_time_with_aborts_equal_sequential_ones(sample_f32)
 def test_two_workers_answer_as_one(sample_f32, monkeypatch):
     # Each worker would otherwise ask for a NUMA node of its own.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    kinds = prompts(random.Random(1))[:12]
+    # The workers wait for each other by spinning; more threads than cores take minutes.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    kinds = prompts(random.Random(1))[:8]
     answers = []
     for ranks in ("1", "2"):
         with victim(sample_f32, options=("--tp", ranks)) as server:
@@ -79,4 +81,4 @@ def test_two_workers_answer_as_one(sample_f32, monkeypatch):
             assert server.interrupt() == 0
             assert server.leftovers() == []
     assert answers[0] == answers[1]
-    assert len(set(answers[0])) > 6
+    assert len(set(answers[0])) > 4
