@@ -46,14 +46,6 @@ def numbers(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, np.float64))
 
 
-def as_q8_1(x: torch.Tensor) -> torch.Tensor:
-    """Activations as the plugin's kernels round them: 8 bits in groups of 32, float64."""
-    groups = x.double().reshape(-1, 32)
-    scale = groups.abs().amax(dim=1, keepdim=True) / 127
-    whole = torch.where(scale > 0, groups / scale.clamp(min=1e-30), 0.0).round()
-    return (whole * scale.half().double()).reshape(x.shape)
-
-
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of what is expected."""
     difference: Any = (found.double().cpu() - expected.cpu()).norm() / expected.norm()

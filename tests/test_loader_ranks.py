@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
+from rewrite import Tensors, rewrite
 
 from glm5lab.architecture import Glm5Architecture
 from glm5lab.gguf.reader import open_gguf
@@ -116,6 +119,25 @@ def test_blocks_are_those_of_the_numbers_that_vllms_own_code_gives(tmp_path, kin
     found = loaded(file, tp=tp, rank=rank, ep=ep, quantization="glm5lab", dtype="float32")
     assert found["different"] == []
     assert found["packed"] > 30
+
+
+def test_a_plain_part_beside_blocks(tmp_path):
+    """q_a in F16 beside kv_a in Q6_K, gate in F16 beside up: no part changes for the other."""
+
+    def to_f16(tensors: Tensors) -> Tensors:
+        plain = {}
+        for name in ("attn_q_a", "ffn_gate"):
+            data, kind = tensors[f"blk.0.{name}.weight"]
+            values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind))
+            plain[f"blk.0.{name}.weight"] = (values.astype(np.float16), 1)
+        return tensors | plain
+
+    one_file = write_sample(tmp_path, types="mix")
+    file = rewrite(one_file, tmp_path / "part.gguf", to_f16)
+    found = loaded(file, quantization="glm5lab", dtype="float32")
+    assert found["different"] == []
+    whole = loaded(one_file, quantization="glm5lab", dtype="float32")
+    assert found["packed"] == whole["packed"] - 2
 
 
 def test_a_border_inside_a_block_is_refused_with_the_sizes_that_work(sample_mix):

@@ -1,0 +1,139 @@
+"""Layer 4 on a GPU: vllm-gguf-plugin's kernels against the gguf package's numbers in float64.
+
+Kernels that multiply blocks round activations to 8 bits in groups of 32 first (half a per cent),
+but not where they add up what a block's minimum multiplies. Experts are called as the layer does.
+"""
+
+import math
+
+import pytest
+import torch
+from packed import KINDS, numbers, random_blocks, relative_error, type_id
+
+from glm5lab.gguf.kernels import MMQ
+from glm5lab.gguf.part_reader import PartReader
+from glm5lab.gguf.parts import block_of, whole
+from glm5lab.gguf.reader import open_gguf
+from glm5lab.loading.destinations import Copy
+from glm5lab.loading.streaming import Streamer
+from glm5lab.vllm_plugin import gguf_kernels
+from glm5lab.vllm_plugin.gguf_kernels import Routing, embedding, expert_matmul, matmul
+
+pytestmark = pytest.mark.gpu
+
+# Relative errors: of products of bf16, and where activations are rounded to 8 bits.
+BF16, ROUNDED = 3e-3, 1e-2
+
+
+def bound(kind: str, tokens: int, rows: int) -> float:
+    """The error allowed for a product, by the kernel that is called."""
+    few = gguf_kernels.FEW_TOKENS[kind in MMQ][rows > gguf_kernels.MANY_ROWS]
+    return ROUNDED if kind in MMQ or tokens <= few else BF16
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 17, 130])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(kind, tokens):
+    weight, x = random_blocks(kind, (384, 2048)), torch.randn(tokens, 2048).bfloat16()
+    found = matmul(x.cuda(), weight.cuda(), type_id(kind))
+    expected = x.double() @ numbers(weight, kind).T
+    assert relative_error(found, expected) < bound(kind, tokens, 384)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_table(kind):
+    weight, ids = random_blocks(kind, (64, 6144)), torch.tensor([0, 63, 5, 5, 17])
+    found = embedding(ids.cuda(), weight.cuda(), type_id(kind), torch.bfloat16)
+    assert relative_error(found, numbers(weight, kind)[ids]) < BF16
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["all experts", "half of them"])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 65, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts(kind, tokens, spread):
+    experts, k, rows, columns = 16, 4, 256, 512
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(tokens)])
+    places, held = None, list(range(experts))
+    if spread:
+        held = held[1::2]
+        places = torch.full((experts,), -1, dtype=torch.int32)
+        places[held] = torch.arange(len(held), dtype=torch.int32)
+        places = places.cuda()
+    weight = random_blocks(kind, (experts, rows, columns))
+    values = numbers(weight, kind)
+    routing = Routing(ids.cuda(), experts, places)
+    here = routing.here.flatten().cpu()
+    for shared in (True, False):
+        x = torch.randn(tokens if shared else tokens * k, columns).bfloat16()
+        found = expert_matmul(x.cuda(), weight[held].cuda(), type_id(kind), routing, shared)
+        wide = x.double().repeat_interleave(k, 0) if shared else x.double()
+        expected = torch.einsum("prc,pc->pr", values[ids.flatten()], wide)
+        assert torch.isfinite(found).all()
+        assert relative_error(found[here.cuda()], expected[here]) < ROUNDED
+
+
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_stacks_beyond_32_bits_of_bytes(tokens):
+    """256 experts of 4096 x 6144 in Q4_K are 3.6 GB: the last ones lie behind 2 GiB."""
+    experts, rows, columns, kind = 256, 4096, 6144, "Q4_K"
+    one = random_blocks(kind, (rows, columns))
+    weight = torch.zeros(experts, *one.shape, dtype=torch.uint8, device="cuda")
+    assert weight.numel() > gguf_kernels.INT32
+    used = [0, 151, 152, 255]
+    for expert in used:
+        weight[expert] = one.roll(expert, 0).cuda()
+    ids = torch.tensor(used).repeat(tokens, 1)
+    x = torch.randn(tokens, columns).bfloat16()
+    found = expert_matmul(
+        x.cuda(), weight, type_id(kind), Routing(ids.cuda(), experts, None), shared=True
+    ).view(tokens, len(used), rows)
+    plain = x.double() @ numbers(one, kind).T
+    for place, expert in enumerate(used):
+        assert relative_error(found[:, place], plain.roll(expert, 1)) < ROUNDED
+
+
+def test_products_of_a_captured_graph_follow_their_inputs():
+    """Shapes are fixed while a graph is captured; nothing waits for the host."""
+    kind, experts, k = "Q4_K", 16, 4
+    weight = random_blocks(kind, (experts, 256, 512))
+    x = torch.zeros(8, 512, dtype=torch.bfloat16, device="cuda")
+    ids = torch.zeros(8, k, dtype=torch.int64, device="cuda")
+    packed = weight.cuda()
+
+    def product() -> torch.Tensor:
+        return expert_matmul(x, packed, type_id(kind), Routing(ids, experts, None), shared=True)
+
+    product()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product()
+    fresh, chosen = torch.randn(8, 512).bfloat16(), torch.randint(0, experts, (8, k))
+    x.copy_(fresh)
+    ids.copy_(chosen)
+    graph.replay()
+    wide = fresh.double().repeat_interleave(k, 0)
+    expected = torch.einsum("prc,pc->pr", numbers(weight, kind)[chosen.flatten()], wide)
+    assert relative_error(out, expected) < ROUNDED
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_is_loaded_through_pinned_memory_is_the_file(sample_mix, packed, monkeypatch):
+    """More pieces than buffers, so that each buffer is used again while copies are under way."""
+    monkeypatch.setattr("glm5lab.loading.streaming.PIECE_BYTES", 1 << 13)
+    model = open_gguf(sample_mix)
+    name = "blk.1.ffn_down_exps.weight"
+    tensor = model.tensors[name]
+    elements, nbytes = block_of(tensor)
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // elements * nbytes if packed else 256)
+    parameter = torch.full(shape, 7, dtype=torch.uint8 if packed else torch.float32, device="cuda")
+    with PartReader() as reader:
+        for _ in Streamer(reader, {"p": parameter}).run([Copy("p", whole(tensor), packed=packed)]):
+            pass
+    if packed:
+        expected = torch.from_numpy(model.raw(name).copy()).view(shape)
+    else:
+        expected = torch.from_numpy(model.dequantize(name))
+    assert math.prod(shape) == parameter.numel()
+    assert torch.equal(parameter.cpu(), expected)
