@@ -61,6 +61,18 @@ def kernels(
     run(out, typer.echo, arch)
 
 
+@app.command()
+def weights(
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
+    ] = None,
+) -> None:
+    """Layer 4: products with GGUF blocks beside bf16, and loading them, on this GPU."""
+    from glm5lab.kernel_bench.report import run_weights
+
+    run_weights(out, typer.echo)
+
+
 def _counts(text: str) -> tuple[int, ...]:
     """Parse "1,4,16"; typer reports the error."""
     try:

@@ -264,3 +264,36 @@ def test_without_the_plugin_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm_gguf_plugin", None)
     with pytest.raises(Glm5labError, match=r"pip install vllm-gguf-plugin==0\.0\.5"):
         gguf_kernels.plugin()
+
+
+def test_what_is_measured_is_what_is_compared(stand_in, monkeypatch):
+    """The benchmark's cases at small sizes, on the way that a GPU takes; nothing is timed."""
+    from glm5lab.kernel_bench import gguf_weights
+
+    sizes = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 12, "TOP_K": 3, "HEADS": 512, "CHECKED": 32}
+    for name, value in sizes.items():
+        monkeypatch.setattr(gguf_weights, name, value)
+    monkeypatch.setattr(gguf_weights, "TOKENS", (1, 7, 70))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    for name in ("randn", "rand", "randint", "tensor"):
+        original = getattr(torch, name)
+
+        def on_the_cpu(*args, original=original, **kwargs):
+            return original(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+
+        monkeypatch.setattr(torch, name, on_the_cpu)
+
+    def measure(case, implementations, inputs, error, floor_us):
+        for name, compute in implementations.items():
+            for number in range(1, inputs):
+                compute(number)
+            yield case, name, error(compute(0)), floor_us
+
+    monkeypatch.setattr(gguf_weights, "measure", measure)
+    rows: list[Any] = []
+    for kind in gguf_weights.KINDS:
+        rows += [*gguf_weights.linear(kind, 1.0), *gguf_weights.experts(kind, 1.0)]
+    assert len(rows) == 4 * 3 * 4
+    for case, name, error, floor_us in rows:
+        assert error < 6e-3, (case, name)
+        assert floor_us > 0

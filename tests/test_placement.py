@@ -169,6 +169,14 @@ def test_quantized_ranks_of_the_real_model_take_what_is_planned(
     assert sum(p.loaded for p in held.values()) == sum(built.values())
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_half_a_file_is_read_by_each_of_two_ranks(expert_parallel, tmp_path):
+    """Of the real GLM-5: what is replicated adds less than a tenth."""
+    model = open_gguf(write_layout(read_layouts()["glm-5-q4_k_m"], tmp_path))
+    table = placements(model, hf_config(model), 2, expert_parallel=expert_parallel)
+    assert sum(p.packed for p in table.values()) <= 0.55 * model.nbytes
+
+
 def by_layer(sizes):
     """Bytes of each of vLLM's layers: how many parameters one has depends on its types."""
     sums: Counter[str] = Counter()

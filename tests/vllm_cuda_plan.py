@@ -33,6 +33,20 @@ def stand_in_for_operations() -> None:
             setattr(torch.ops._C, name, lambda *_: False)
 
 
+def keep_expert_maps() -> None:
+    """Which experts are here is a tensor that the loader reads: it needs memory."""
+    import torch
+    from vllm.model_executor.layers.fused_moe import expert_map_manager
+
+    original = expert_map_manager.determine_expert_map
+
+    def determine_expert_map(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            return original(*args, **kwargs)
+
+    expert_map_manager.determine_expert_map = determine_expert_map
+
+
 def plan(file: str, *numbers: str, options: dict[str, Any]) -> dict[str, Any]:
     """Build, plan, audit."""
     import vllm_rank
@@ -45,6 +59,7 @@ def plan(file: str, *numbers: str, options: dict[str, Any]) -> dict[str, Any]:
     from glm5lab.loading.mtp import mtp_mappings
     from glm5lab.loading.reconcile import require_complete
 
+    keep_expert_maps()
     tp, rank, expert_parallel = map(int, numbers)
     draft = options.pop("draft", False)
     if draft:

@@ -15,6 +15,7 @@ import triton
 
 from glm5lab.errors import Glm5labError
 from glm5lab.json_output import require_writable, write_json
+from glm5lab.kernel_bench.gguf_weights import bench_loading, bench_weights
 from glm5lab.kernel_bench.kernels import bench_kernels
 from glm5lab.kernel_bench.timing import Row
 from glm5lab.kernel_bench.top_k_cases import exactness, random_shapes
@@ -69,6 +70,34 @@ def run(out: Path | None, echo: Callable[[str], None], architecture: str | None 
         values = asdict(row)
         rows.append({k: v for k, v in values.items() if v == v and v != ""})  # NaN is no JSON
     write_json(out, {**document, "rows": rows})
+
+
+def run_weights(out: Path | None, echo: Callable[[str], None]) -> None:
+    """Measure weights that stay GGUF blocks, print each row, and write all of them.
+
+    Args:
+        out: JSON file, or None.
+        echo: where lines go.
+
+    Raises:
+        InputError: the file cannot be written.
+        Glm5labError: no CUDA device.
+    """
+    require_writable(out)
+    rate, measured = bench_weights()
+    echo(f"copy kernel: {rate / 1e6:.2f} TB/s")
+    rows = []
+    for row in measured:
+        echo(line(row))
+        rows.append({k: v for k, v in asdict(row).items() if v == v and v != ""})
+    loading = bench_loading()
+    echo(
+        "loading {load:.2f} GB/s, plain reading {read:.2f} GB/s from the page cache".format(
+            load=loading["load_bytes_s"] / 1e9, read=loading["read_bytes_s"] / 1e9
+        )
+    )
+    document = {**machine(), "command": "glm5lab bench weights", "copy_tb_s": rate / 1e6}
+    write_json(out, {**document, "rows": rows, "loading": loading})
 
 
 def run_top_k(out: Path | None, echo: Callable[[str], None]) -> bool:
