@@ -17,96 +17,106 @@
 # %% [markdown]
 # # 1. The file
 #
-# A GGUF model is a header (metadata, and a list of tensors) in front of the weights, often split over many shards. This layer
-# accounts for every tensor, type and byte, and shows that the header alone gives the configuration and the tokenizer that vLLM
-# wants. In practice the first shard often holds no tensors at all, a missing shard goes unnoticed, types differ between the
-# layers and even within one fused layer, and some fields that vLLM reads stand nowhere in the file.
+# What is in a GGUF file of GLM-5, does it hold all that an engine needs, and on how many GPUs does it fit? The header alone answers,
+# in a second, also for a file that is still on a server.
 #
-# On the command line: `glm5lab sample DIR`, `glm5lab inspect FILE` and `glm5lab plan FILE --gpus 8 --gpu-memory 96`; the last two take
-# `--json`, too, and the address of a remote file, of which they read the headers only.
-
-# %% [markdown]
-# ## A small file like the real ones
-#
-# The sample is a GLM-5 with random weights: real architecture, names and metadata, five small layers, quantized as
-# `llama-quantize` mixes types. It has three shards, and the first has no tensors.
-
-# %% tags=["nbval-check-output"]
-import tempfile
-from pathlib import Path
-
-from glm5lab.gguf.reader import open_gguf
-from glm5lab.gguf.sample import write_sample
-
-workspace = tempfile.TemporaryDirectory(prefix="glm5lab-")
-folder = Path(workspace.name)
-first = write_sample(folder, types="mix", shards=3, metadata_first_shard=True, hf=True)
-
-model = open_gguf(first)
-table = model.table()
-for number, shard in enumerate(model.shards, 1):
-    print(f"{shard.name}  {(table.shard == number).sum():>3} tensors")
-print(f"{len(table)} tensors, {model.nbytes:,} bytes, architecture {model.architecture}")
-
-# %% [markdown]
-# ## Every tensor
-#
-# One table over all shards. `shape` is in PyTorch's order, [out, in]; `offset` counts bytes from the start of the shard,
-# and shards are counted from 1, as in their names.
+# On the command line: `glm5lab inspect FILE`, `glm5lab plan FILE --gpus 8 --gpu-memory 96`, and `glm5lab sample DIR`. The first two
+# take `--json`, and addresses: of a remote file they read the headers only.
 
 # %%
+from glm5lab.views.source import choose_file
+
+source = choose_file(types="mix", shards=3, metadata_first_shard=True, hf=True)
+
+# %% [markdown]
+# ## What stock tools say
+#
+# A published GLM-5 is a set of shards, and the one to name is the first. gguf-py's reader opens what it is given, finds no tensors
+# there, and calls that a success. transformers, which vLLM asks for the configuration, does not know the architecture.
+
+# %%
+from glm5lab.views.stock import stock_config, stock_tensors
+
+print("gguf-py:", stock_tensors(source.file), "tensors")
+print("transformers:", stock_config(source.file))
+
+# %% [markdown]
+# ## The cause
+#
+# Large sets often have a first shard with metadata only. And of the fields that vLLM reads, some stand under other names in the file
+# and some nowhere. So a reader has to take the set as a whole, and a translation has to know what is implied.
+#
+# ## The remedy: one table over all shards
+#
+# `shape` is in PyTorch's order, [out, in]; shards are counted from 1, as in their names.
+
+# %% tags=["nbval-check-output"]
+from glm5lab.gguf.reader import open_gguf
+
+sample = open_gguf(source.sample)
+for number, shard in enumerate(sample.shards, 1):
+    held = (sample.table().shard == number).sum()
+    print(f"{shard.name}  {held:>3} tensors")
+print(f"{len(sample.table())} tensors, {sample.nbytes:,} bytes, {sample.architecture}")
+
+# %%
+model = open_gguf(source.file)
+table = model.table()
 table.head(8)
 
 # %% [markdown]
-# ## Types by role
-#
-# The same table grouped, much as `glm5lab inspect` prints it. Three things in it decide how the file has to be loaded:
-#
-# - `indexer.proj` (vLLM's `weights_proj`) is quantized here, but vLLM builds that layer unquantized, whatever the file holds.
-# - `attn_k_b` is Q5_0 while its neighbours are K-quants: its rows of 192 values cannot hold a block of 256.
-# - `indexer.attn_k` and `indexer.proj` are one fused layer in vLLM, with two types in the file.
+# In JupyterLab the next cell is a search over the table: parts of a name, and a number for a layer (`indexer 3`). Saved, it is the
+# same bytes by role and type. A fused vLLM layer, such as `attn_q_a` with `attn_kv_a_mqa`, can hold two types.
+
+# %% tags=["figure"]
+from glm5lab.views.charts import types_figure
+from glm5lab.views.live import tensor_explorer
+
+tensor_explorer(table, types_figure(model))
+
+# %% [markdown]
+# The search as a call. Three things to see in the indexer's tensors decide how a file has to be loaded: `indexer.proj` (vLLM's
+# `weights_proj`) is quantized, but vLLM builds that layer unquantized, whatever the file holds; it is fused with `indexer.attn_k`,
+# which has another type; and norms stay F32.
 
 # %% tags=["nbval-check-output"]
-from glm5lab.gguf.layer_ranges import layer_ranges
+from glm5lab.views.live import find_tensors
 
-roles = table.groupby("role", sort=False).agg(
-    layers=("layer", lambda layers: layer_ranges(layers.dropna())),
-    types=("type", lambda types: "/".join(sorted(set(types)))),
-    tensors=("name", "size"),
-    nbytes=("nbytes", "sum"),
-)
-print(roles.to_string(formatters={"nbytes": "{:,}".format}))
+found = find_tensors(sample.table(), "indexer 3")
+print(found[["name", "shape", "type", "nbytes"]].to_string(index=False))
 
 # %% [markdown]
 # ## Where the bytes are
 #
 # One bar a layer. Layer 0 has a dense feed-forward part, the others have experts; "outside" are the embedding and the output.
 
-# %%
+# %% tags=["figure"]
 from glm5lab.views.charts import bytes_figure
 
 bytes_figure(model).show(renderer="plotly_mimetype")
 
 # %% [markdown]
-# The same bytes by role and type: a fused vLLM layer, such as `attn_q_a` with `attn_kv_a_mqa`, can hold two types, and one role
-# can change its type from layer to layer.
-
-# %%
-from glm5lab.views.charts import types_figure
-
-types_figure(model).show(renderer="plotly_mimetype")
-
-# %% [markdown]
-# ## The configuration, from metadata alone
+# ## The proof: configuration and tokenizer from the header alone
 #
-# `hf_config` returns the complete `config.json`. Five of its fields are read by vLLM although neither the metadata nor Hugging
-# Face's configuration class has them in this form. Without the first three vLLM drops the router's correction bias, routes by
-# softmax, and rotates the indexer's keys in the wrong order; without the fourth it expects an indexer on every layer.
+# The sample's Hugging Face twin was written from the architecture, not from the GGUF's metadata, so comparing the two tests
+# the translation. Of the twin's fields only `dtype` differs: the twin holds the dequantized weights in float32.
 
 # %% tags=["nbval-check-output"]
+import json
+
 from glm5lab.gguf.config import hf_config
 
-config = hf_config(model)
+config = hf_config(sample)
+twin = json.loads((source.folder / "hf" / "config.json").read_text())
+different = [field for field in twin if config.get(field) != twin[field]]
+print(f"{len(twin)} fields in the twin, different: {different}")
+
+# %% [markdown]
+# Five fields are read by vLLM although neither the metadata nor Hugging Face's configuration class has them in this form. Without
+# the first three vLLM drops the router's correction bias, routes by softmax, and rotates the indexer's keys in the wrong order;
+# without the fourth it expects an indexer on every layer.
+
+# %% tags=["nbval-check-output"]
 for field in (
     "topk_method",
     "scoring_func",
@@ -117,33 +127,18 @@ for field in (
     print(f"{field} = {config[field]!r}")
 
 # %% [markdown]
-# The sample's Hugging Face twin was written from the architecture, not from the GGUF's metadata, so comparing the two tests
-# the translation. Of the twin's fields only `dtype` differs: the twin holds the dequantized weights in float32.
-
-# %% tags=["nbval-check-output"]
-import json
-
-twin = json.loads((folder / "hf" / "config.json").read_text())
-different = [field for field in twin if config.get(field) != twin[field]]
-print(f"{len(twin)} fields in the twin, different: {different}")
-
-# %% [markdown]
-# ## The tokenizer, from metadata alone
-#
-# Token list, merges, special tokens and the chat template all lie in the header. Any text has to come back unchanged.
+# The tokenizer, with special tokens and chat template: any text has to come back unchanged.
 
 # %% tags=["nbval-check-output"]
 from transformers import AutoTokenizer
 
 from glm5lab.gguf.tokenizer import write_tokenizer
 
-(folder / "tokenizer").mkdir()
-write_tokenizer(model, folder / "tokenizer")
-tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-
+(source.folder / "tokenizer").mkdir()
+write_tokenizer(sample, source.folder / "tokenizer")
+tokenizer = AutoTokenizer.from_pretrained(source.folder / "tokenizer")
 text = "GLM-5 reads naïve, 北京, 🙂\n  and 12345."
-ids = tokenizer(text).input_ids
-print("round trip unchanged:", tokenizer.decode(ids) == text)
+print("round trip unchanged:", tokenizer.decode(tokenizer(text).input_ids) == text)
 question = [{"role": "user", "content": "Hello"}]
 print(repr(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)))
 
@@ -152,30 +147,31 @@ print(repr(tokenizer.apply_chat_template(question, tokenize=False, add_generatio
 #
 # The header decides that as well. The sums are those of vLLM's own parameters: every tensor by what one GPU keeps of it (a slice,
 # the whole, nothing), quantized or not. Cache rows are shared by all heads, so tensor parallelism does not divide them. Only the
-# workspace is an estimate.
-#
-# `data/metadata/` records the types of public files; here is GLM-5's Q4_K_M on eight cards of 96 GiB, from headers without weights.
+# workspace is an estimate. `data/metadata/` records the types of public files; here is GLM-5's Q4_K_M, from headers without weights.
 
 # %% tags=["nbval-check-output"]
 from glm5lab.gguf.layout_files import write_layout
 from glm5lab.gguf.layouts import read_layouts
 from glm5lab.views.plan import plan_text
 
-glm5 = open_gguf(write_layout(read_layouts()["glm-5-q4_k_m"], folder / "glm-5"))
+layouts = read_layouts()
+glm5 = open_gguf(write_layout(layouts["glm-5-q4_k_m"], source.folder / "glm-5"))
 text, fits = plan_text(glm5, gpus=8, gpu_memory=96, width=100)
 print(text)
 
-# %%
-from glm5lab.gguf.plan import make_plan
-from glm5lab.views.charts import memory_figure
+# %% [markdown]
+# The same for 1 to 16 GPUs, the fullest of them. In JupyterLab there are sliders for the number and the card.
 
-memory_figure(make_plan(glm5, gpus=8, gpu_memory_gib=96)).show(renderer="plotly_mimetype")
+# %% tags=["figure"]
+from glm5lab.views.live import memory_explorer
+
+memory_explorer(glm5 if source.is_sample else model)
 
 # %% [markdown]
-# In Q8_0 the same model does not: the answer is no, with what is missing.
+# In Q8_0 the same model does not fit on eight: the answer is no, with what is missing.
 
 # %% tags=["nbval-check-output"]
-large = open_gguf(write_layout(read_layouts()["glm-5-q8_0"], folder / "glm-5-q8_0"))
+large = open_gguf(write_layout(layouts["glm-5-q8_0"], source.folder / "glm-5-q8_0"))
 text, fits = plan_text(large, gpus=8, gpu_memory=96, width=200)
 print(text.splitlines()[1])
 
@@ -184,7 +180,9 @@ print(text.splitlines()[1])
 # at a layer that chooses for itself. The plan finds such a division and names the variable for it.
 
 # %% tags=["nbval-check-output"]
-shared = open_gguf(write_layout(read_layouts()["glm-5.2-ud-iq2_xxs"], folder / "glm-5.2"))
+from glm5lab.gguf.plan import make_plan
+
+shared = open_gguf(write_layout(layouts["glm-5.2-ud-iq2_xxs"], source.folder / "glm-5.2"))
 best = make_plan(shared, gpus=8, gpu_memory_gib=96, pp=4).best
 print(best.environment)
 for stage in best.stages:
@@ -198,12 +196,18 @@ for stage in best.stages:
 # %% tags=["nbval-check-output"]
 from glm5lab.errors import InputError
 
-model.shards[-1].unlink()
+sample.shards[-1].unlink()
 try:
-    open_gguf(first)
+    open_gguf(source.sample)
 except InputError as error:
     print("cause:", error.cause)
-    print("fix:  ", error.fix.replace(str(folder), "FOLDER"))
+    print("fix:  ", error.fix.replace(str(source.folder), "FOLDER"))
+
+# %% [markdown]
+# ## With your own file
+#
+# `GLM5LAB_FILE=/models/NAME-00001-of-00011.gguf make lab`, or the picker above. Before downloading anything:
+# `glm5lab plan hf://OWNER/REPO/PATH-00001-of-00011.gguf --gpus 8 --gpu-memory 96` reads some MiB.
 
 # %%
-workspace.cleanup()
+source.close()

@@ -17,62 +17,92 @@
 # %% [markdown]
 # # 2. The names
 #
-# Every tensor of the file has to reach exactly one vLLM parameter, and every parameter has to be filled. This goes wrong
-# silently: tensors that a loader does not know are dropped, parameters that nobody fills keep whatever was in memory, and a
-# matrix of the right shape in the wrong order loads without complaint. The model then talks nonsense, with no error anywhere.
+# Does every tensor of the file reach exactly one vLLM parameter, and is every parameter filled? Where not, nothing fails: the model
+# talks nonsense, with no error anywhere.
 #
 # On the command line: `glm5lab map FILE` and `glm5lab prepare FILE`.
 
-# %% [markdown]
-# ## The table
-#
-# One line a role, its blocks folded. In brackets: which piece of a fused vLLM parameter a tensor becomes. `a rank` is what one
-# GPU or CPU process holds of it once loaded.
-
-# %% tags=["nbval-check-output"]
-import tempfile
-from pathlib import Path
-
+# %%
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.reader import open_gguf
-from glm5lab.gguf.sample import write_sample
-from glm5lab.views.names import name_map, names_text
+from glm5lab.views.source import choose_file
 
-workspace = tempfile.TemporaryDirectory(prefix="glm5lab-")
-folder = Path(workspace.name)
-model = open_gguf(write_sample(folder, types="mix", hf=True))
-config = hf_config(model)
-print(names_text(name_map(model, config, gpu=False), width=140))
+source = choose_file(types="mix", hf=True)
+sample = open_gguf(source.sample)
+config = hf_config(sample)
 
 # %% [markdown]
-# The same table is a DataFrame, one row a tensor; `tp` and `pp` divide it over ranks, `gpu` says whether kernels take quantized
-# weights. Here: what a rank holds on either, and which matrices two ranks cannot share, because a slice of a row would end
-# inside a block of 256 weights.
+# ## What stock tools say
+#
+# gguf-py has the map from Hugging Face's names to GGUF's that converters use. Asked for every tensor of the sample's Hugging Face
+# twin, it knows a third. The converter stacks the experts, so single ones have no name, and it splits `kv_b_proj` in two, so that the
+# name which the map gives is in no file.
 
 # %% tags=["nbval-check-output"]
-from glm5lab.loading.table import name_table
+from safetensors.numpy import load_file
 
-cpu, gpu = (name_table(model, config, gpu=gpu) for gpu in (False, True))
-print(f"a rank on the CPU {cpu['rank_bytes'].sum():,} bytes, on a GPU {gpu['rank_bytes'].sum():,}")
-print(gpu.groupby("kernel")["rank_bytes"].agg(["count", "sum"]).to_string())
+from glm5lab.views.stock import stock_names
 
-halved = name_table(model, config, tp=2, gpu=True)
-cut = halved[halved["problem"].str.contains("ranks")]
-for name, problem in zip(cut["name"], cut["problem"], strict=True):
-    print(f"{name}: {problem}")
+twin = load_file(source.folder / "hf" / "model.safetensors")
+answers = stock_names(twin, config["num_hidden_layers"])
+absent = [name for name, gguf in answers.items() if gguf not in sample.tensors]
+unknown = [name for name in absent if answers[name] is None]
+print(f"{len(twin)} HF tensors: {len(twin) - len(absent)} found by the map's name,")
+print(f"{len(absent) - len(unknown)} given one that is in no file, {len(unknown)} without a name")
+for name in ("self_attn.kv_b_proj.weight", "mlp.experts.0.up_proj.weight"):
+    print(f"{name} -> {answers[f'model.layers.1.{name}']}")
 
 # %% [markdown]
-# ## Rename components, not substrings
+# The other way round goes wrong too. Quantized parameters are called `qweight` in vLLM, and vllm-gguf-plugin makes that name by a
+# global `replace`. It also hits the indexer's `weights_proj`, and the tensor finds no parameter any more:
+
+# %% tags=["nbval-check-output"]
+projections = [name for name in twin if name.endswith("indexer.weights_proj.weight")]
+for name in projections[:2]:
+    print(name.replace("weight", "qweight"))
+print(f"{len(projections)} of {len(projections)} layers lose their head weights")
+
+# %% [markdown]
+# ## The cause, and the remedy
 #
-# Quantized parameters are called `qweight` in vLLM. A global replace of `weight` by `qweight` also hits the indexer's
-# `weights_proj`, and the tensor finds no parameter any more. Renaming whole components leaves it alone.
+# A name is a list of components, and a rename is right on whole components only:
 
 # %% tags=["nbval-check-output"]
 from glm5lab.loading.names import rename_component
 
-name = "model.layers.3.self_attn.indexer.weights_proj.weight"
-print("substring:", name.replace("weight", "qweight"))
-print("component:", rename_component(name, "weight", "qweight"))
+for name in projections[:2]:
+    print(rename_component(name, "weight", "qweight"))
+
+# %% [markdown]
+# From names made so comes one table: for each tensor of the file its vLLM parameter, which piece of it (in brackets), and what is
+# changed on the way. Blocks are folded; `a rank` is what one GPU or CPU process holds once loaded.
+
+# %% tags=["nbval-check-output"]
+from glm5lab.views.names import name_map, names_text
+
+print(names_text(name_map(sample, config, gpu=False), width=140))
+
+# %% [markdown]
+# The same table is a DataFrame, one row a tensor. In JupyterLab the next cell searches it for the file that was chosen above (a
+# number means a layer); saved, it shows what a rank holds of each part when several GPUs share
+# every layer.
+
+# %% tags=["figure"]
+from glm5lab.loading.table import name_table
+from glm5lab.views.ranks import names_explorer
+
+model = open_gguf(source.file)
+names_explorer(model)
+
+# %% [markdown]
+# What divides badly is named before anything is loaded. Which matrices two ranks cannot share, because a slice of a row would end
+# inside a block of 256 weights:
+
+# %% tags=["nbval-check-output"]
+halved = name_table(sample, config, tp=2, gpu=True)
+cut = halved[halved["problem"].str.contains("ranks")]
+for name, problem in zip(cut["name"], cut["problem"], strict=True):
+    print(f"{name}: {problem}")
 
 # %% [markdown]
 # ## Quantized in the file, unquantized in vLLM
@@ -83,32 +113,28 @@ print("component:", rename_component(name, "weight", "qweight"))
 # %% tags=["nbval-check-output"]
 from glm5lab.loading.reconcile import reconcile
 
-result = reconcile(model, config)
+result = reconcile(sample, config)
 for mapping in result.loaded:
     if "wk_weights_proj" in mapping.vllm and mapping.gguf.startswith("blk.0."):
-        tensor = model.tensors[mapping.gguf]
-        values = model.dequantize(mapping.gguf)
+        tensor = sample.tensors[mapping.gguf]
+        values = sample.dequantize(mapping.gguf)
         print(f"{mapping.gguf:<28} {tensor.type} -> {values.dtype} {list(values.shape)}")
         print(f"{'':<28} part {mapping.part} of {mapping.vllm}")
 
 # %% [markdown]
-# ## `kv_b` from `k_b` and `v_b`
+# ## `kv_b` rebuilt from `k_b` and `v_b`
 #
-# GGUF splits HF's `kv_b_proj` in two and stores `k_b` transposed, head by head. The Hugging Face twin of the sample has the
-# whole matrix, written without this layer's code. Joined as it should be, ours is equal to it; without the transposition
-# it has the same shape and other values, which no loader notices.
+# `k_b` lies in the file transposed, head by head. The twin has the whole matrix, written without this layer's code. Joined as it
+# should be, ours is equal to it; taken as it lies, it has the same shape and other values, which no loader notices.
 
 # %% tags=["nbval-check-output"]
 import numpy as np
-from safetensors.numpy import load_file
 
 from glm5lab.loading.transforms import join_kv_b
 
-twin = load_file(folder / "hf" / "model.safetensors")
 expected = twin["model.layers.0.self_attn.kv_b_proj.weight"]
-k_b, v_b = (model.dequantize(f"blk.0.attn_{part}_b.weight") for part in "kv")
+k_b, v_b = (sample.dequantize(f"blk.0.attn_{part}_b.weight") for part in "kv")
 heads, latent, nope = k_b.shape
-
 joined = join_kv_b(k_b, v_b)
 wrong = np.concatenate([k_b.reshape(heads, nope, latent), v_b], axis=1).reshape(-1, latent)
 print(f"k_b {list(k_b.shape)}, v_b {list(v_b.shape)}, kv_b {list(joined.shape)}")
@@ -117,34 +143,54 @@ for how, matrix in (("transposed, head by head", joined), ("taken as it lies", w
     print(f"{how}: same shape {shape}, same values {values}")
 
 # %% [markdown]
-# ## Every value
+# The difference to the twin, drawn: nothing but 0 on the left; on the right the rows of each head's `k_b` are wrong and those of its
+# `v_b` are right.
+
+# %% tags=["figure"]
+from glm5lab.views.ranks import difference_figure
+
+difference_figure(expected, {"joined": joined, "taken as it lies": wrong}).show(
+    renderer="plotly_mimetype"
+)
+
+# %% [markdown]
+# ## The proof: every value
 #
 # The same comparison for all tensors, the experts unstacked one by one.
 
 # %% tags=["nbval-check-output"]
 from glm5lab.loading.transforms import hf_weights
 
-loaded = {name: values.numpy() for name, values in hf_weights(model, result.loaded)}
+loaded = {name: values.numpy() for name, values in hf_weights(sample, result.loaded)}
 print(f"{len(result.loaded)} tensors of the file become {len(loaded)} HF tensors")
 print("same names as the twin:", loaded.keys() == twin.keys())
 print("all values equal:", all(np.array_equal(loaded[name], twin[name]) for name in twin))
 
 # %% [markdown]
-# ## What does not fit is named
-#
-# One tensor renamed on purpose: both sides of the mistake are reported, and loading stops before it starts.
+# And what does not fit is named. One tensor renamed on purpose: both sides of the mistake are reported, and loading stops before it
+# starts.
 
 # %% tags=["nbval-check-output"]
 from glm5lab.errors import InputError
 from glm5lab.loading.reconcile import require_complete
 
-model.tensors["blk.2.indexer.qproj.weight"] = model.tensors.pop("blk.2.indexer.proj.weight")
-for problem in reconcile(model, config).problems:
+sample.tensors["blk.2.indexer.qproj.weight"] = sample.tensors.pop("blk.2.indexer.proj.weight")
+for problem in reconcile(sample, config).problems:
     print(problem)
 try:
-    require_complete(model, config)
+    require_complete(sample, config)
 except InputError as error:
     print("refused:", error.cause.partition(":")[0])
 
+# %% [markdown]
+# ## With your own file
+#
+# `glm5lab map FILE --tp 8` prints this table for eight GPUs and exits with 1 where something does not fit. For the file that was
+# chosen above:
+
 # %%
-workspace.cleanup()
+if not source.is_sample:
+    print(names_text(name_map(model), width=140))
+else:
+    print("the sample: set GLM5LAB_FILE, or pick a file above")
+source.close()
