@@ -22,8 +22,9 @@ import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     options = json.loads(sys.argv[2])
-    llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128,
-              max_num_seqs=1, kv_cache_memory_bytes=64 << 20, disable_log_stats=True, **options)
+    defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128,
+                "max_num_seqs": 1, "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
+    llm = LLM(model=sys.argv[1], **(defaults | options))
     # Top-k is 16: the longer prompt goes through the indexer.
     scores = []
     for prompt in (range(3, 15), range(40, 80)):

@@ -6,6 +6,7 @@ loaders, which take whole tensors, are not called.
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,10 +117,12 @@ class _Load:
             for copy in plan:
                 if not copy.part.elements:  # a rank without any of the vocabulary's rows
                     audit.filled(copy)
-            for piece in Streamer(reader, parameters).run(plan):
-                audit.filled(piece)
-                progress.add(piece.nbytes, piece.part.tensor.name)
-                self.ranks.look()
+            # Closed at once when this rank stops, so that its threads end before the files close.
+            with closing(Streamer(reader, parameters).run(plan)) as pieces:
+                for piece in pieces:
+                    audit.filled(piece)
+                    progress.add(piece.nbytes, piece.part.tensor.name)
+                    self.ranks.look()
         finally:
             progress.close()
 

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ class Streamer:
         devices = {p.device.type for p in parameters.values()}
         self._buffers = _Buffers(2 * self.threads) if devices == {"cuda"} else None
 
-    def run(self, copies: Iterable[Copy]) -> Iterator[Copy]:
+    def run(self, copies: Iterable[Copy]) -> Generator[Copy, None, None]:
         """Carry out copies; yields each piece once it is in its place, in order.
 
         Raises:

@@ -1,0 +1,85 @@
+"""Layer 4 on GPUs: an engine whose weights stay blocks, beside one of the same numbers in bf16.
+
+What bf16 alone costs is measured in the same run: the engine of plain numbers against HF in fp32.
+An engine of blocks may be `SPREADS` times as far from HF on average, since its kernels round
+activations to 8 bits besides; and two GPUs as far from one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from check_prompts import prompts_of
+from test_loader_engine import ENGINE
+from test_loader_ranks import wide_sample
+
+from glm5lab.check.f32_gguf import write_float32
+from glm5lab.check.run import LazyHf
+from glm5lab.gguf.reader import open_gguf
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+SPREADS = 4.0
+KINDS = ("q8_0", "q4_k_m", "q2_k", "iq4_xs", "mix")
+# Prompts shorter than the top-k of 16: no near-tie can flip among selected rows.
+LENGTHS = [8, 12, 15]
+GPU = {"GLM5LAB_INDEXER": "triton", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def rows_of(file: Path, **options: object) -> np.ndarray:
+    """Log-probabilities of the whole vocabulary after every prompt token but the first."""
+    settings = {"dtype": "bfloat16", "attention_backend": "TRITON_MLA_SPARSE", "max_logprobs": -1}
+    code = ENGINE.replace("logprobs=8", "logprobs=-1").replace(
+        "(range(3, 15), range(40, 80))", repr([list(case.prompt) for case in prompts(file)])
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code, file, json.dumps(settings | options)],
+        env={**os.environ, **GPU},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    lines = [line for line in child.stdout.splitlines() if line.startswith("SCORES ")]
+    assert lines, (child.stdout + child.stderr)[-4000:]
+    rows = json.loads(lines[0].removeprefix("SCORES "))
+    return np.array([[row[str(token)] for token in range(len(row))] for row in rows])
+
+
+def prompts(file: Path) -> list:
+    return list(prompts_of(file, LENGTHS))
+
+
+def hf_rows(file: Path) -> np.ndarray:
+    """The same of HF transformers in fp32, from the dequantized weights."""
+    judge = LazyHf(file)
+    return np.concatenate([judge(case).logprobs for case in prompts(file)])
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Mean difference of log-probabilities, over the tokens that matter (above e^-10)."""
+    assert a.shape == b.shape
+    likely = b > -10
+    return float(np.abs(a - b)[likely].mean())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_say_what_their_numbers_say(kind, tmp_path):
+    file = wide_sample(tmp_path / "blocks", kind)
+    plain = tmp_path / "plain.gguf"
+    write_float32(open_gguf(file).files, plain)
+    expected, numbers, blocks = hf_rows(file), rows_of(plain), rows_of(file)
+    spread, found = distance(numbers, expected), distance(blocks, expected)
+    print(f"{kind}: bf16 {spread:.5f}, blocks {found:.5f}")
+    assert found <= SPREADS * spread
+    if torch.cuda.device_count() < 2:
+        return
+    for expert_parallel in (False, True):
+        options = {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
+        two = distance(rows_of(file, **options), blocks)
+        print(f"{kind}: two GPUs, expert parallel {expert_parallel}: {two:.5f}")
+        assert two <= SPREADS * spread
