@@ -249,7 +249,7 @@ def prepare(
 def compile_kernels(
     arch: Annotated[
         str, typer.Option(metavar="SM,SM,...", help="Architectures to compile for.")
-    ] = "sm_80,sm_89,sm_90,sm_120,sm_121",
+    ] = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,sm_121",
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Layer 3: every kernel configuration, compiled without a GPU; exit 1 if one does not fit."""

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from glm5lab.attention import compile as aot
+from glm5lab.attention.tiles import sparse_mla_tile
 from glm5lab.errors import InputError
 from glm5lab.views.kernels import parse_architectures, run_compile
 
@@ -40,9 +41,19 @@ def test_too_much_shared_memory_is_noticed(monkeypatch):
     assert lines[-1] == "3 configurations, 2 that do not fit their device"
 
 
-def test_every_tile_is_compiled():
-    from glm5lab.attention.tiles import sparse_mla_tile
+@pytest.mark.parametrize("capability", [86, 90, 100])
+def test_the_tile_of_64_heads_needs_no_more_than_it_declares(capability, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    module, device = "glm5lab.attention.sparse_mla", aot.device_for(capability)
+    tile = sparse_mla_tile(device, 300, 64, 2, fp8=False, whole_chunks=False)
+    name = f"sparse_mla {tile.name} rope 64 whole"
+    (found,) = [c for c in aot._compilations(module, device) if c.name == name]
+    resources = aot._compile((module, capability, found))
+    assert resources.fits, resources
+    assert resources.shared_memory <= tile.shared_memory
 
+
+def test_every_tile_is_compiled():
     for capability in aot.ARCHITECTURES:
         device = aot.device_for(capability)
         names = {c.name for m in aot.MODULES for c in aot._compilations(m, device)}
@@ -56,10 +67,12 @@ def test_every_tile_is_compiled():
 
 @pytest.mark.parametrize("text", ["", "sm_70", "90", "sm_90,hopper"])
 def test_unknown_architectures_are_refused(text):
-    with pytest.raises(InputError, match="names no list of sm_80, sm_89, sm_90, sm_120, sm_121"):
+    with pytest.raises(
+        InputError, match="names no list of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, sm_121"
+    ):
         parse_architectures(text)
 
 
 @pytest.mark.slow
 def test_every_configuration_fits_every_architecture():
-    assert run_compile("sm_80,sm_89,sm_90,sm_120,sm_121", False, print)
+    assert run_compile("sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,sm_121", False, print)

@@ -152,6 +152,52 @@ def compare_triton_with_reference(device, dtypes):
                     compare_with_reference(kernel, device, dtype, case, True, with_lengths)
 
 
+def compare_nan(attend, device, dtype, fp8=False):
+    """NaN in a query or a row that counts stays NaN, in one part and in three, as does its LSE."""
+    q, kv, indices, _ = make_case(dtype, 3, 4, 64, 48, 0, fp8=fp8)
+    q, kv, indices = (x.to(device) for x in (q, kv, indices.clamp_min(1)))
+    indices[0] = torch.arange(1, 49)
+    wrong = q.clone()
+    wrong[0] = float("nan")
+    spoilt = kv.clone()
+    spoilt[6] = 0xFF if fp8 else float("nan")
+    indices[1:] = indices[1:].where(indices[1:] != 6, 7)
+    for parts, (queries, rows) in product((1, 3), ((wrong, kv), (q, spoilt))):
+        with patch("glm5lab.attention.sparse_mla.sparse_mla_parts", return_value=parts):
+            out, lse = attend(queries, rows, indices, 0.06)
+        exact = rows if fp8 else rows.double()
+        expected = reference.sparse_mla(queries.double(), exact, indices, 0.06)
+        for got, wanted in zip((out, lse), expected, strict=True):
+            assert torch.equal(got.isnan(), wanted.isnan()), (parts, fp8)
+            assert torch.all(got[0].isnan())
+            assert torch.all(got[1:].isfinite())
+
+
+def compare_nan_with_reference(device, dtypes):
+    """Both row formats, and shared rows with a group of one token."""
+    from glm5lab.attention.shared_rows import sparse_mla_shared
+    from glm5lab.attention.sparse_mla import sparse_mla
+
+    for dtype in dtypes:
+        compare_nan(sparse_mla, device, dtype)
+        if dtype != torch.float32:
+            compare_nan(sparse_mla, device, dtype, fp8=True)
+        with patch("glm5lab.attention.shared_rows.MAX_GROUP", 1):
+            compare_nan(sparse_mla_shared, device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_nan_stays_nan_on_the_gpu(dtype):
+    compare_nan_with_reference("cuda", [dtype])
+
+
+def test_nan_stays_nan_in_the_interpreter():
+    run_interpreted(
+        "import test_sparse_mla as t;t.compare_nan_with_reference('cpu', t.INTERPRETED)"
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_triton_kernels_equal_the_reference_on_the_gpu(dtype):

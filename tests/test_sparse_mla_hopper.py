@@ -94,6 +94,26 @@ def test_fp8_rows(case, heads, monkeypatch):
         compare_with_reference(attend, tile, torch.bfloat16, case, with_lengths, count, fp8=True)
 
 
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "fp8"])
+def test_nan_stays_nan(fp8, heads, monkeypatch):
+    if fp8:
+        attend = simulated_fp8(monkeypatch)
+    else:
+        kernel = Simulated(sparse_mla_hopper._attend_64_kernel)
+        monkeypatch.setattr(sparse_mla_hopper, "_attend_64_kernel", kernel)
+        attend = sparse_mla_hopper.attend_hopper
+    tile = Tile(heads if fp8 else 64, 64, 8, 2, 0, hopper=True)
+    q, kv, indices, _ = make_case(torch.bfloat16, 2, heads, 64, 300, 0, fp8=fp8)
+    q[0] = float("nan")
+    for count in (1, 3):
+        out, lse = attend_in_parts(attend, Problem(q, kv, indices, None, 0.06, 512), tile, count)
+        assert torch.all(lse[0].isnan())
+        assert torch.all(lse[1] == float("-inf"))
+        if count == 1:
+            assert torch.all(out[0].isnan())
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("order", [1, -1], ids=["growing", "shrinking"])
 def test_fp8_blocks_of_different_magnitude(order, heads, monkeypatch):

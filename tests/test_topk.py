@@ -34,13 +34,40 @@ def compare_small_lists_with_reference():
 
     for surplus in (0, 30, -1000):
         cut = Cut(capacity=512, sample=128, surplus=surplus)
-        for kind in ("normal", "two levels", "rising"):
+        for kind in ("normal", "two levels", "rising", "lowest"):
             for rows, width, k in ((1, 1500, 50), (3, 700, 120)):
                 x = make_rows(kind, rows, width)
                 for low, high in ((None, None), bounds(rows, width)):
                     chosen = top_k(x, k, low, high, cut)
                     expected = reference.top_k(x, k, low, high)
                     assert torch.equal(chosen, expected), (kind, rows, surplus)
+
+
+def compare_rows_lowest_where_sampled(device):
+    """Rows of -inf whose only finite values, the lowest of all, stand where the sample looks.
+
+    The level is then the lowest value with a last column: the list is not complete.
+    """
+    from glm5lab.attention.topk import CHUNK, choose_cut, top_k
+
+    for width, k in ((20_000, 1000), (131_072, 2048)):
+        sample, chunk = choose_cut(k, width).sample, CHUNK.value
+        number = torch.arange(sample) // chunk
+        random = ((number * 2654435761) % 2**32) >> 20
+        stretch = width // (sample // chunk)
+        first = number * stretch + ((random * stretch) >> 12)
+        column = first // chunk * chunk + torch.arange(sample) % chunk
+        x = torch.full((1, width), float("-inf"))
+        x[0, column[column < width]] = torch.finfo(torch.float32).min
+        x = x.to(device)
+        expected = reference.top_k(x, k)
+        assert torch.all(expected >= 0)
+        assert torch.equal(top_k(x, k), expected), (width, k)
+
+
+@pytest.mark.gpu
+def test_rows_lowest_where_sampled_on_the_gpu():
+    compare_rows_lowest_where_sampled("cuda")
 
 
 @pytest.mark.gpu
@@ -63,9 +90,10 @@ def test_kernel_equals_torch_topk_on_the_gpu():
 def test_kernel_equals_the_reference_in_the_interpreter():
     run_interpreted(
         "import test_topk as t;"
-        "shapes = [(1, 5000, 16)] * 11 + [(2, 9000, 60)] * 3 + [(3, 40, 64), (2, 1, 1)];"
+        "shapes = [(1, 5000, 16)] * 12 + [(2, 9000, 60)] * 3 + [(3, 40, 64), (2, 1, 1)];"
         "t.compare_triton_with_reference('cpu', shapes);"
-        "t.compare_small_lists_with_reference()"
+        "t.compare_small_lists_with_reference();"
+        "t.compare_rows_lowest_where_sampled('cpu')"
     )
 
 

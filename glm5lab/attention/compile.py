@@ -18,7 +18,7 @@ from typing import Any
 from glm5lab.attention.tiles import Device, shared_memory_of
 from glm5lab.errors import Glm5labError
 
-ARCHITECTURES = (80, 89, 90, 120, 121)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120, 121)
 MODULES = (
     "glm5lab.attention.sparse_mla",
     "glm5lab.attention.sparse_mla_fp8",

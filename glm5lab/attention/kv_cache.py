@@ -108,7 +108,7 @@ def _store_kernel(
             tl.store(p_row + D_V + o_r, b_r.to(cache_ptr.dtype.element_ty), mask=o_r < D_ROPE)
 
 
-@triton.jit(do_not_specialize=["page_size"])
+@triton.jit(do_not_specialize=["page_size", "stride_page", "stride_row"])
 def _store_fp8_kernel(
     latent_ptr,
     rope_ptr,
@@ -193,7 +193,7 @@ def _gather_kernel(
     tl.store(out_ptr + i_n * WIDTH + o, b_x.to(out_ptr.dtype.element_ty), mask=o < WIDTH)
 
 
-@triton.jit(do_not_specialize=["page_size"])
+@triton.jit(do_not_specialize=["page_size", "stride_page", "stride_row"])
 def _gather_fp8_kernel(
     byte_ptr, scale_ptr, tail_ptr, slots_ptr, out_ptr, page_size, stride_page, stride_row
 ):

@@ -83,6 +83,14 @@ class Problem:
         return self.kv.dim() == 3 and pages.stride(0) != pages.shape[1] * pages.stride(1)
 
     @property
+    def page_stride(self) -> int:
+        """Elements from page to page; 0 where the kernels do not ask for it.
+
+        Of rows without pages it is the cache's size, by whose digits Triton would compile anew.
+        """
+        return self.pages.stride(0) if self.paged else 0
+
+    @property
     def copies_whole_chunks(self) -> bool:
         """Whether the kernels for Hopper hold: GLM-5's widths, rows aligned to 16 bytes.
 

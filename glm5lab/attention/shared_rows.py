@@ -120,7 +120,7 @@ def _attend_shared_kernel(
         b_acc1 = tl.dot(b_w, b_v1, b_acc1 * b_old[:, None], input_precision="ieee")
         b_max = b_new
 
-    m_any = b_sum > 0
+    m_any = b_sum != 0  # NaN too
     b_scale = (1.0 / tl.where(m_any, b_sum, 1.0))[:, None]
     b_lse = tl.where(m_any, (b_max + tl.log2(tl.where(m_any, b_sum, 1.0))) * LN2, float("-inf"))
     p_out = out_ptr + (o_token * stride_ot + o_head * stride_oh)[:, None] + o_v[None, :]
@@ -199,7 +199,7 @@ def _attend_shared(
         lists.slots.shape[1],
         q.stride(0),
         q.stride(1),
-        pages.stride(0),
+        problem.page_stride,
         pages.stride(1),
         out.stride(0),
         out.stride(1),

@@ -162,7 +162,7 @@ def _attend_hopper_kernel(
     async_copy.wait_group(0)
 
     b_total = gl.sum(b_sum, 1)
-    m_any = b_total > 0
+    m_any = b_total != 0  # NaN too
     b_total = gl.where(m_any, b_total, 1.0)
     b_lse = gl.where(m_any, (b_max + gl.log2(b_total)) * LN2, float("-inf"))
     o_stoken = (i_g * GROUP + o_s // heads).to(gl.int64)
@@ -219,7 +219,7 @@ def attend_hopper(problem: Problem, lists: Lists, out: torch.Tensor, lse: torch.
         lists.slots.shape[1],
         q.stride(0),
         q.stride(1),
-        pages.stride(0),
+        problem.page_stride,
         pages.stride(1),
         out.stride(0),
         out.stride(1),

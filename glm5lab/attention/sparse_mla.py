@@ -161,7 +161,7 @@ def _attend_kernel(
         b_acc1 = tl.dot(b_w, b_v1, b_acc1 * b_old[:, None], input_precision="ieee")
         b_max = b_new
 
-    m_any = b_sum > 0
+    m_any = b_sum != 0  # NaN too: what is wrong shows
     b_scale = (1.0 / tl.where(m_any, b_sum, 1.0))[:, None]
     b_lse = tl.where(m_any, (b_max + tl.log2(tl.where(m_any, b_sum, 1.0))) * LN2, float("-inf"))
     p_out = out_ptr + i_t * stride_ot + i_p * stride_op + o_h[:, None] * stride_oh + o_v[None, :]
@@ -204,13 +204,14 @@ def _merge_kernel(
     b_ref = tl.where(b_max == float("-inf"), 0.0, b_max)
     b_w = tl.exp(b_lse - b_ref)
     b_sum = tl.sum(b_w, 0)
+    m_any = b_sum != 0  # NaN is no empty list
     # [BLOCK_P, BLOCK_D]
-    m_part = (b_w > 0)[:, None] & (o_d < D_V)[None, :]
+    m_part = (b_w != 0)[:, None] & (o_d < D_V)[None, :]
     b_x = tl.load(part_out_ptr + o_part[:, None] * D_V + o_d[None, :], mask=m_part, other=0.0)
-    b_out = tl.sum(b_x * b_w[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
+    b_out = tl.sum(b_x * b_w[:, None], 0) / tl.where(m_any, b_sum, 1.0)
     p_out = out_ptr + i_t * stride_ot + i_h * stride_oh + o_d
     tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=o_d < D_V)
-    b_total = tl.where(b_sum > 0, b_ref + tl.log(tl.where(b_sum > 0, b_sum, 1.0)), float("-inf"))
+    b_total = tl.where(m_any, b_ref + tl.log(tl.where(m_any, b_sum, 1.0)), float("-inf"))
     tl.store(lse_ptr + i_t * heads + i_h, b_total, mask=tl.program_id(2) == 0)
 
 
@@ -380,7 +381,7 @@ def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
         parts.count,
         q.stride(0),
         q.stride(1),
-        pages.stride(0),
+        problem.page_stride,
         pages.stride(1),
         indices.stride(0),
         *parts.strides,

@@ -79,6 +79,7 @@ def _halves(b_word, ROWS: tl.constexpr, HOW: tl.constexpr):
         "page_size",
         "part",
         "parts",
+        "stride_page",
         "stride_it",
     ]
 )
@@ -196,7 +197,7 @@ def _attend_fp8_kernel(
         b_unit = b_next
         b_max = b_new
 
-    m_any = b_sum > 0
+    m_any = b_sum != 0  # NaN too
     b_scale = b_unit[:, None] * (1.0 / tl.where(m_any, b_sum, 1.0))[None, :]
     b_lse = tl.where(m_any, (b_max + tl.log2(tl.where(m_any, b_sum, 1.0))) * LN2, float("-inf"))
     p_out = out_ptr + i_t * stride_ot + i_p * stride_op + o_h[None, None, :] * stride_oh
@@ -240,7 +241,7 @@ def attend_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
         parts.count,
         q.stride(0),
         q.stride(1),
-        pages.stride(0) // 16,
+        problem.page_stride // 16,
         indices.stride(0),
         *parts.strides,
         BLOCK_H=tile.heads,

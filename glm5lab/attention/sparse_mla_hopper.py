@@ -137,7 +137,7 @@ def store_64(
     """Store the output, unit * b_acc / b_sum, and the LSE of 64 heads along the rows."""
     head: gl.constexpr = gl.SliceLayout(1, s_layout)
     head_o: gl.constexpr = gl.SliceLayout(1, o_layout)
-    m_any = b_sum > 0
+    m_any = b_sum != 0  # NaN too
     b_total = gl.where(m_any, b_sum, 1.0)
     o_h = gl.arange(0, HEADS, layout=head)
     b_lse = gl.where(m_any, (b_max + gl.log2(b_total)) * LN2, float("-inf"))
@@ -330,7 +330,7 @@ def attend_hopper(problem: Problem, parts: Parts, tile: Tile) -> None:
         parts.count,
         q.stride(0),
         q.stride(1),
-        pages.stride(0) // 8,
+        problem.page_stride // 8,
         pages.stride(1) // 8,
         indices.stride(0),
         *parts.strides,

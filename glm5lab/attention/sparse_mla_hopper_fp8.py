@@ -110,7 +110,7 @@ def _attend(
             stage = 0
             phase ^= 1
 
-    m_any = b_sum > 0
+    m_any = b_sum != 0  # NaN too
     b_total = gl.where(m_any, b_sum, 1.0)
     o_h = gl.arange(0, HEADS, layout=head)
     o_d = gl.arange(0, D_V, layout=line)
@@ -310,7 +310,7 @@ def attend_hopper_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
         parts.count,
         q.stride(0),
         q.stride(1),
-        pages.stride(0) // 16,
+        problem.page_stride // 16,
         indices.stride(0),
         *parts.strides,
         HEADS=tile.heads,

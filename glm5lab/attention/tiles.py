@@ -74,10 +74,11 @@ class Tile:
         heads: query heads a program, padded (a power of two).
         rows: cached rows a step.
         warps, stages: as Triton names them.
-        shared_memory: bytes that it needs (compiled for sm_90; sm_120 needs no more).
+        shared_memory: bytes that it needs (compiled for sm_90; others need no more).
         max_registers: cap a thread, where more programs at once are worth the spills; else None.
         hopper: the form of `sparse_mla_hopper`: warps that gather come in addition, and its one
             program fills a multiprocessor.
+        only: the one capability for which it compiles to that; None for all.
     """
 
     heads: int
@@ -87,6 +88,7 @@ class Tile:
     shared_memory: int
     max_registers: int | None = None
     hopper: bool = False
+    only: int | None = None
 
     @property
     def name(self) -> str:
@@ -110,7 +112,8 @@ _ROWS_16_BIT = {
     ),
     16: ((0, Tile(16, 32, 4, 2, 56_320)),),
     64: (
-        (8, Tile(64, 64, 8, 2, 221_184)),
+        # For data-center Blackwell the same kernel compiles to 385,616 bytes.
+        (8, Tile(64, 64, 8, 2, 221_184, only=90)),
         (8, Tile(32, 32, 4, 2, 75_776)),
         (0, Tile(16, 32, 4, 2, 56_320)),
     ),
@@ -164,7 +167,9 @@ def sparse_mla_tile(
     fitting = (
         tile
         for least, tile in rows
-        if tokens >= least and tile.shared_memory <= device.shared_memory
+        if tokens >= least
+        and tile.shared_memory <= device.shared_memory
+        and tile.only in (None, device.capability)
     )
     return next(fitting, rows[-1][1])
 

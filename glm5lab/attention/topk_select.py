@@ -222,7 +222,10 @@ def _select_kernel(
     count = -1
     if COLLECTED:
         count = tl.load(count_ptr + row)
-        enough = (count >= k) | (tl.load(level_ptr + 2 * row) == LOWEST)
+        # The lowest level without a last column: all that may be chosen is in the list.
+        everything = tl.load(level_ptr + 2 * row) == LOWEST
+        everything &= tl.load(level_ptr + 2 * row + 1) == NO_COLUMN
+        enough = (count >= k) | everything
         count = tl.where(enough & (count <= CAPACITY), count, -1)
     if count < 0:
         count = _fold(p_row, p_row, low, high, p_list, k, True, CAPACITY, TILE)

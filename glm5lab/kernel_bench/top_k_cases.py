@@ -21,6 +21,7 @@ KINDS = (
     "zeros",
     "sawtooth",
     "blocks",
+    "lowest",
 )
 PEER_K = (512, 2048)  # vLLM's kernels take 512, 1024 and 2048
 Kernel = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
@@ -48,6 +49,8 @@ def make_rows(kind: str, rows: int, width: int, device: str = "cpu") -> torch.Te
         return (x * 100).abs().int().view(torch.float32) * x.sign()
     if kind == "zeros":
         return torch.where(x > 0, 0.0, -0.0)
+    if kind == "lowest":  # the lowest finite value in place of -inf
+        return torch.where(x > 1, torch.finfo(torch.float32).min, float("-inf"))
     if kind == "sawtooth":  # the great ones repeat
         return torch.where(column % 256 == 7, column, x)
     if kind == "blocks":  # neighbours are alike
