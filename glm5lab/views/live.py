@@ -24,6 +24,7 @@ CARDS = {
     "96 GiB (RTX PRO 6000)": 96,
     "141 GiB (H200)": 141,
 }
+LIVE_WIDTH = 1000  # pixels; a figure within boxes does not find its width by itself
 SHOWN_ROWS = 15
 TENSOR_COLUMNS = ("name", "shard", "shape", "type", "nbytes")
 CELL = "text-align:left;padding:2px 10px;white-space:nowrap"
@@ -68,7 +69,9 @@ def _memory_widget(model: "GgufModel", gpu_memory: int) -> Any:
     count = w.IntSlider(8, numbers[0], numbers[-1], description="GPUs", continuous_update=False)
     card = w.Dropdown(options=CARDS, value=gpu_memory, description="each")
     answer = w.HTML()
-    figure = go.FigureWidget(fit_figure(model, gpu_memory, chosen=8))
+    figure = go.FigureWidget(fit_figure(model, gpu_memory, chosen=8)).update_layout(
+        width=LIVE_WIDTH
+    )
 
     @cache
     def drawn(memory: int) -> "go.Figure":

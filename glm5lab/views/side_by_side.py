@@ -117,6 +117,8 @@ def _code(lines: Sequence[str]) -> str:
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
 
-    style = "background:#f7f7f7;padding:6px;margin:0;font-size:11px;white-space:pre-wrap"
+    style = (
+        "background:#f7f7f7;color:#1a1a1a;padding:6px;margin:0;font-size:11px;white-space:pre-wrap"
+    )
     formatter = HtmlFormatter(noclasses=True, nobackground=True, prestyles=style)
     return str(highlight("\n".join(lines), PythonLexer(), formatter))

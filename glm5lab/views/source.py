@@ -37,8 +37,9 @@ class Source:
         return SAMPLE if self.is_sample else str(self.file)
 
     def close(self) -> None:
-        """Remove the temporary folder."""
-        self._workspace.cleanup()
+        """Remove the temporary folder; in JupyterLab, where widgets still read it, the kernel does."""
+        if not is_live():
+            self._workspace.cleanup()
 
 
 def choose_file(**options: Any) -> Source:

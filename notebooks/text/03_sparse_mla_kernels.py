@@ -232,14 +232,9 @@ roofline_figure(measured, designs).show(renderer="plotly_mimetype")
 
 # %% tags=["gpu-only"]
 # GPU only: elsewhere there is no compiled kernel, and the interpreter was compared above.
-import json
-import subprocess
-import sys
+from glm5lab.views.compiled import compiled_kernel
 
-result = source.folder / "kernel.json"
-line = [sys.executable, "-m", "glm5lab.demo_children", "kernel", str(result)]
-subprocess.run(line, env={**os.environ, "TRITON_INTERPRET": "0"}, check=True)
-print(json.loads(result.read_text()))
+print(compiled_kernel())
 
 # %%
 source.close()
