@@ -37,7 +37,7 @@ class Source:
         return SAMPLE if self.is_sample else str(self.file)
 
     def close(self) -> None:
-        """Remove the temporary folder; in JupyterLab, where widgets still read it, the kernel does."""
+        """Remove the folder; in JupyterLab, where widgets still read it, the kernel does."""
         if not is_live():
             self._workspace.cleanup()
 

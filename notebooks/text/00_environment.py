@@ -34,7 +34,8 @@ source = choose_file()
 # ## What stock vLLM says
 #
 # vLLM's platform, asked in a process of its own that loads no plugins, for the attention that GLM-5 needs: MLA, sparse, bfloat16.
-# On a machine without a GPU it refuses. On an RTX PRO 6000 (SM120) it refuses as well, in more words: notebook 4 shows them.
+# On a machine without a GPU it refuses. On an RTX PRO 6000 (SM120) it has nothing for a bfloat16 cache, and without FlashInfer nothing
+# at all: notebook 4 shows its reasons.
 
 # %%
 from glm5lab.views.stock import stock_attention
