@@ -14,6 +14,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from glm5lab.attention import (
+    arguments,
     indexer,
     indexer_paged,
     shared_rows,
@@ -46,6 +47,8 @@ def forms_on(capability: int) -> Iterator[Forms]:
         for module in (indexer, indexer_paged):
             patched.enter_context(patch.object(module, "kernel_device", lambda _: device))
         patched.enter_context(patch.object(topk, "INTERPRETER", device))
+        # The inputs stay on the CPU.
+        patched.enter_context(patch.object(arguments, "triton_interpreted", lambda: True))
         yield forms
 
 

@@ -4,9 +4,13 @@ import pytest
 import torch
 from specialized import forms_on, new_forms
 from test_kv_cache import make_cache, make_rows
+from test_shared_rows import make_neighbours
 from test_sparse_mla import make_case
 
-from glm5lab.attention import kv_cache, sparse_mla
+from glm5lab.attention import kv_cache, shared_rows, sparse_mla
+from glm5lab.attention.indexer import mqa_logits
+from glm5lab.attention.indexer_paged import paged_mqa_logits
+from glm5lab.attention.topk import top_k
 
 BF16 = torch.bfloat16
 
@@ -65,3 +69,91 @@ def test_stores_and_gathers(fp8):
         assert len(new_forms(forms, run, 16, 15)) == 2
         for tokens, page_size in ((1, 15), (100, 16), (30, 64), (5, 1), (7, 0)):
             assert new_forms(forms, run, tokens, page_size) == {}, page_size
+
+
+@pytest.mark.parametrize("capability", [90, 120])
+def test_shared_rows(capability):
+    def run(tokens, top_k, rows, first=0):
+        q, kv, indices, lengths = make_neighbours(BF16, tokens, 8, 64, top_k, 0, 0.8, rows)
+        lengths = torch.cat([lengths[:1].expand(first), lengths])[first:]
+        shared_rows.sparse_mla_shared(q, kv, indices, 0.06, lengths)
+
+    with forms_on(capability) as forms:
+        assert len(new_forms(forms, run, 9, 64, 160)) == 2
+        for case in ((1, 64, 160), (16, 17, 97), (40, 200, 3000), (9, 64, 160, 1)):
+            assert new_forms(forms, run, *case) == {}, case
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, BF16], ids=str)
+def test_logits_of_a_prompt(capability, dtype):
+    def run(tokens, keys, first=0):
+        q, k = (torch.zeros(*shape, 128).to(dtype) for shape in ((tokens, 32), (keys,)))
+        bound = torch.zeros(tokens + first, dtype=torch.int32)[first:]
+        scale = torch.ones(keys) if dtype.itemsize == 1 else None
+        weights = torch.zeros(tokens, 32)
+        mqa_logits(q, k, weights, bound, bound, scale, clean=False, width=keys)
+
+    with forms_on(capability) as forms:
+        for tokens in (1, 2, 4, 8):  # capacities of a block
+            run(tokens, 256)
+        assert sum(map(len, forms.values())) <= 4
+        for case in ((5, 300), (77, 4097), (1000, 1), (3, 33), (8, 256, 1), (7, 512, 3)):
+            assert new_forms(forms, run, *case) == {}, case
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, BF16], ids=str)
+def test_logits_of_decoding(dtype):
+    def run(requests, queries, longest, first=0):
+        fp8 = dtype.itemsize == 1
+        cache = torch.zeros(20, 64, 132, dtype=torch.uint8) if fp8 else torch.zeros(20, 64, 128)
+        q = torch.zeros(requests, queries, 32, 128).to(dtype)
+        lens = torch.ones(requests + first, queries, dtype=torch.int32)[first:]
+        table = torch.zeros(requests, -(-longest // 64), dtype=torch.int32)
+        cache = cache if fp8 else cache.to(dtype)
+        paged_mqa_logits(q, cache, torch.zeros(requests * queries, 32), lens, table, longest)
+
+    with forms_on(90) as forms:
+        for queries in (1, 2, 4):
+            run(1, queries, 300)
+        for case in ((2, 1, 1000), (64, 1, 131072), (3, 3, 77), (1, 1, 1), (8, 2, 640, 1)):
+            assert new_forms(forms, run, *case) == {}, case
+
+
+def test_top_k():
+    def run(rows, width, first=0):
+        logits = torch.empty(rows, width)
+        end = torch.zeros(rows + first, dtype=torch.int32)[first:]
+        top_k(logits, 2048, None, end)
+
+    with forms_on(90) as forms:
+        for width in (3000, 131_072, 262_144, 1 << 20):  # short rows, and the samples
+            run(1, width)
+        cases = (
+            (7, 8191),
+            (4, 8193),
+            (5, 131_073),
+            (3, 262_145),
+            (2, 500_001),
+            (1, 1),
+            (5, 9000, 1),
+        )
+        for case in cases:
+            assert new_forms(forms, run, *case) == {}, case
+
+
+def test_slices_of_lengths_and_slots():
+    def sparse(first):
+        q, kv, indices, lengths = make_case(BF16, 41, 8, 64, 64, 16)
+        sparse_mla.sparse_mla(q[:40], kv, indices[:40], 0.06, lengths[first : first + 40])
+
+    def store(first):
+        slots, latent, rope = make_rows(21, BF16)
+        cache = make_cache(21, 16, 656, torch.uint8)
+        kv_cache.store_rows(cache, slots[first : first + 20], latent, rope)
+        kv_cache.gather(cache, slots[first : first + 20])
+
+    with forms_on(90) as forms:
+        for run in (sparse, store):
+            assert new_forms(forms, run, 0)
+            assert new_forms(forms, run, 1) == {}

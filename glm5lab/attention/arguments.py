@@ -1,6 +1,37 @@
-"""What the indexer's functions take: checks that the references and the kernels share."""
+"""What the functions take: checks that the references and the kernels share, and devices."""
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from glm5lab.attention import triton_interpreted
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_kernels_run_on(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError where Triton's kernels do not run on a tensor's device."""
+    if tensor.device.type != "cuda" and not triton_interpreted():
+        raise ValueError(
+            f"{name}: expected a CUDA tensor (or TRITON_INTERPRET=1), got one on {tensor.device}; "
+            "glm5lab.attention.reference runs anywhere"
+        )
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes a tensor's GPU the current one: Triton launches there, whatever its arguments are."""
+    device = tensor.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def int32_bounds(bounds: torch.Tensor) -> torch.Tensor:
+    """Bounds as contiguous int32; what int32 does not hold becomes its least or greatest."""
+    if bounds.dtype == torch.int64:
+        limits = torch.iinfo(torch.int32)
+        bounds = bounds.clamp(limits.min, limits.max)
+    return bounds.to(torch.int32).contiguous()
 
 
 def _check_bounds(tokens: int, start: torch.Tensor | None, end: torch.Tensor | None) -> None:
@@ -69,6 +100,11 @@ def check_paged_mqa_logits_arguments(
         )
     if cache.stride(2) != 1 or (cache.dtype == torch.uint8 and cache.stride(1) != row):
         raise ValueError(f"cache: expected contiguous pages, got strides {cache.stride()}")
+    if cache.dtype == torch.uint8 and (cache.stride(0) % 4 or cache.storage_offset() % 4):
+        raise ValueError(
+            "cache: expected pages of fp8 keys a multiple of 4 bytes apart and from the start of "
+            f"their memory, got strides {cache.stride()}, offset {cache.storage_offset()}"
+        )
     if weights.shape not in ((requests * queries, heads), (requests, queries, heads)):
         raise ValueError(
             f"weights: expected [{requests * queries}, {heads}], got {tuple(weights.shape)}"

@@ -154,7 +154,7 @@ def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, by
         (p.num,): aligned
         for p in kernel.params
         if p.name not in c.constants
-        and not p.do_not_specialize
+        and not (p.do_not_specialize or p.do_not_specialize_on_alignment)
         and (signature[p.name].startswith("*") or p.name.startswith("stride_"))
     }
     constants = {(names.index(n),): value for n, value in c.constants.items()}

@@ -130,7 +130,7 @@ def store_queries(p_q, stride_qh, heads, s_q, s_qr, HEADS: gl.constexpr, WARPS: 
     o_h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
     o_d = gl.arange(0, D_V, layout=gl.SliceLayout(0, layout))
     m_q = (o_h < heads)[:, None] & (o_d >= 0)[None, :]
-    b_q = gl.load(p_q + o_h[:, None] * stride_qh + o_d[None, :], mask=m_q, other=0.0)
+    b_q = gl.load(p_q + o_h.to(gl.int64)[:, None] * stride_qh + o_d[None, :], mask=m_q, other=0.0)
     b_q = b_q.to(gl.float32)
     b_top = gl.maximum(gl.max(gl.maximum(b_q, -b_q), 1), TINY)
     b_top = _power_of_two_below(b_top) * 2.0
@@ -140,6 +140,8 @@ def store_queries(p_q, stride_qh, heads, s_q, s_qr, HEADS: gl.constexpr, WARPS: 
     o_d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout_r))
     m_q = (o_h < heads)[:, None] & (o_d >= 0)[None, :]
     p_q += D_V
-    s_qr.store(gl.load(p_q + o_h[:, None] * stride_qh + o_d[None, :], mask=m_q, other=0.0))
+    s_qr.store(
+        gl.load(p_q + o_h.to(gl.int64)[:, None] * stride_qh + o_d[None, :], mask=m_q, other=0.0)
+    )
     fence_async_shared()
     return b_top

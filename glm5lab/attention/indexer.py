@@ -14,7 +14,12 @@ import triton
 import triton.language as tl
 
 from glm5lab.attention import triton_interpreted
-from glm5lab.attention.arguments import check_mqa_logits_arguments
+from glm5lab.attention.arguments import (
+    check_kernels_run_on,
+    check_mqa_logits_arguments,
+    int32_bounds,
+    on_device_of,
+)
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.tiles import INTERPRETER, Device, device_of
 
@@ -66,7 +71,7 @@ def fill(p_out, m_t, first, last, BLOCK_S: tl.constexpr):
         tl.store(p_out + o_s[:, None], b_fill, mask=(o_s < last)[:, None] & m_t[None, :])
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=["start_ptr", "end_ptr"])
 def _mqa_logits_kernel(
     q_ptr,
     k_ptr,
@@ -133,6 +138,7 @@ def _mqa_logits_kernel(
     p_out = out_ptr + o_t.to(tl.int64)[None, :] * stride_out
     if COMPACT:
         p_out -= b_start[None, :]
+        b_end = tl.minimum(b_end, b_start + stride_out)  # its row ends there
     if CLEAN:
         fill(p_out, m_t, first, low, BLOCK_S)
     for i_s in tl.range(low, high, BLOCK_S, num_stages=STAGES):
@@ -242,7 +248,9 @@ def mqa_logits(
     """Lightning-indexer scores against contiguous keys.
 
     Arguments, result and errors are those of `reference.mqa_logits`, with these differences: q and
-    k are float8_e4m3fn, bfloat16, float16 or float32, both of one dtype.
+    k are float8_e4m3fn, bfloat16, float16 or float32, both of one dtype;
+    ReLU makes 0 of NaN; and where e4m3 bytes are decoded (Ampere, interpreter), their NaN reads
+    as 480.
 
     Args:
         q: see `reference.mqa_logits`; so are k, weights, start, end and k_scale.
@@ -255,7 +263,7 @@ def mqa_logits(
             their bytes where the reader (`top_k`) has the same bounds.
         tile: how the work is cut (default: `prefill_tile`).
         width: for a compact result [tokens, width], whose column j is key start + j of each token;
-            no column outside start..end is written, and no token may have more than `width`.
+            no column outside start..end is written, and no key from start + width on.
 
     Raises:
         ValueError: as `reference.mqa_logits`; `width` without start, end or with `clean`.
@@ -264,6 +272,9 @@ def mqa_logits(
     check_dtypes(q, "k", k)
     if width is not None and (start is None or end is None or clean):
         raise ValueError("width: a compact result needs start and end, and clean=False")
+    if width is not None and width < 0:
+        raise ValueError(f"width: expected at least 0, got {width}")
+    check_kernels_run_on("q", q)
     tile = tile or prefill_tile(kernel_device(q), q.itemsize)
     tokens, heads, dim = q.shape
     keys = k.shape[0]
@@ -276,31 +287,32 @@ def mqa_logits(
     blocks = column_blocks(tile, tokens, heads, dim)
     chunk = tile.keys * PREFILL_BLOCKS
     grid = (triton.cdiv(tokens, blocks["BLOCK_T"]), triton.cdiv(keys, chunk))
-    _mqa_logits_kernel[grid](
-        q,
-        k,
-        weights if k_scale is None else k_scale.reshape(-1).contiguous(),
-        weights,
-        weights if start is None else start.to(torch.int32).contiguous(),
-        weights if end is None else end.to(torch.int32).contiguous(),
-        out,
-        tokens,
-        keys,
-        chunk,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        weights.stride(0),
-        out.stride(0),
-        HAS_SCALE=k_scale is not None,
-        HAS_START=start is not None,
-        HAS_END=end is not None,
-        CLEAN=clean,
-        COMPACT=width is not None,
-        num_warps=tile.warps,
-        **blocks,
-        **flags,
-    )
+    with on_device_of(q):
+        _mqa_logits_kernel[grid](
+            q,
+            k,
+            weights if k_scale is None else k_scale.reshape(-1).contiguous(),
+            weights,
+            weights if start is None else int32_bounds(start),
+            weights if end is None else int32_bounds(end),
+            out,
+            tokens,
+            keys,
+            chunk,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            weights.stride(0),
+            out.stride(0),
+            HAS_SCALE=k_scale is not None,
+            HAS_START=start is not None,
+            HAS_END=end is not None,
+            CLEAN=clean,
+            COMPACT=width is not None,
+            num_warps=tile.warps,
+            **blocks,
+            **flags,
+        )
     return out
 
 

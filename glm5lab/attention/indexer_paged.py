@@ -8,7 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from glm5lab.attention.arguments import check_paged_mqa_logits_arguments
+from glm5lab.attention.arguments import (
+    check_kernels_run_on,
+    check_paged_mqa_logits_arguments,
+    int32_bounds,
+    on_device_of,
+)
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.indexer import (
     Tile,
@@ -28,7 +33,7 @@ from glm5lab.attention.tiles import Device
 RUNTIME = ["queries", "width", "visible", "chunk", "stride_table", "stride_out"]
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=["end_ptr"])
 def _paged_mqa_logits_kernel(
     q_ptr,
     key_ptr,
@@ -144,6 +149,7 @@ def paged_mqa_logits(
     in `mqa_logits`.
     """
     check_paged_mqa_logits_arguments(q, cache, weights, context_lens, block_table, max_len)
+    check_kernels_run_on("q", q)
     requests, queries, heads, dim = q.shape
     out = torch.empty(requests * queries, max_len, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
@@ -154,38 +160,39 @@ def paged_mqa_logits(
     page = cache.shape[1]
     (q, keys), flags = kernel_operands(q.flatten(0, 1).contiguous(), keys)
     weights = with_rows(weights.float().reshape(-1, heads))
-    ends = context_ends(context_lens, queries).to(torch.int32).contiguous()
+    ends = context_ends(int32_bounds(context_lens), queries).to(torch.int32).contiguous()
     table = with_rows(block_table)
     blocks = column_blocks(tile, queries, heads, dim)
     chunk = _decode_chunk(requests, max_len, tile, kernel_device(q))
     grid = (triton.cdiv(max_len, chunk), requests, triton.cdiv(queries, blocks["BLOCK_T"]))
-    _paged_mqa_logits_kernel[grid](
-        q,
-        keys,
-        keys if scales is None else scales,
-        weights,
-        ends,
-        table,
-        out,
-        queries,
-        max_len,
-        table.shape[1] * page,
-        chunk,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        0 if scales is None else scales.stride(0),
-        weights.stride(0),
-        table.stride(0),
-        out.stride(0),
-        PAGE=page,
-        HAS_SCALE=scales is not None,
-        CLEAN=clean,
-        num_warps=tile.warps,
-        **blocks,
-        **flags,
-    )
+    with on_device_of(q):
+        _paged_mqa_logits_kernel[grid](
+            q,
+            keys,
+            keys if scales is None else scales,
+            weights,
+            ends,
+            table,
+            out,
+            queries,
+            max_len,
+            table.shape[1] * page,
+            chunk,
+            q.stride(0),
+            q.stride(1),
+            keys.stride(0),
+            keys.stride(1),
+            0 if scales is None else scales.stride(0),
+            weights.stride(0),
+            table.stride(0),
+            out.stride(0),
+            PAGE=page,
+            HAS_SCALE=scales is not None,
+            CLEAN=clean,
+            num_warps=tile.warps,
+            **blocks,
+            **flags,
+        )
     return out
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm5lab.attention.arguments import check_kernels_run_on, on_device_of
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.row_formats import (
     FP8_LATENT,
@@ -76,7 +77,7 @@ def _value(b_byte):
     return tl.where((b_bits & 0x7F) == 0x7F, float("nan"), b_half.to(tl.float32) * 256.0)
 
 
-@triton.jit(do_not_specialize=["page_size"])
+@triton.jit(do_not_specialize=["page_size"], do_not_specialize_on_alignment=["slots_ptr"])
 def _store_kernel(
     latent_ptr,
     rope_ptr,
@@ -108,7 +109,10 @@ def _store_kernel(
             tl.store(p_row + D_V + o_r, b_r.to(cache_ptr.dtype.element_ty), mask=o_r < D_ROPE)
 
 
-@triton.jit(do_not_specialize=["page_size", "stride_page", "stride_row"])
+@triton.jit(
+    do_not_specialize=["page_size", "stride_page", "stride_row"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
 def _store_fp8_kernel(
     latent_ptr,
     rope_ptr,
@@ -144,7 +148,7 @@ def _store_fp8_kernel(
         tl.store(tail_ptr + o_row * 8 + ROPE_AT + o_r, b_r.to(tail_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["page_size"])
+@triton.jit(do_not_specialize=["page_size"], do_not_specialize_on_alignment=["slots_ptr"])
 def _store_index_kernel(
     keys_ptr,
     slots_ptr,
@@ -172,7 +176,7 @@ def _store_index_kernel(
         tl.store(scale_ptr + _place(slot, page_size, stride_scale_page, 1), scale)
 
 
-@triton.jit(do_not_specialize=["page_size"])
+@triton.jit(do_not_specialize=["page_size"], do_not_specialize_on_alignment=["slots_ptr"])
 def _gather_kernel(
     cache_ptr,
     slots_ptr,
@@ -193,7 +197,10 @@ def _gather_kernel(
     tl.store(out_ptr + i_n * WIDTH + o, b_x.to(out_ptr.dtype.element_ty), mask=o < WIDTH)
 
 
-@triton.jit(do_not_specialize=["page_size", "stride_page", "stride_row"])
+@triton.jit(
+    do_not_specialize=["page_size", "stride_page", "stride_row"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
 def _gather_fp8_kernel(
     byte_ptr, scale_ptr, tail_ptr, slots_ptr, out_ptr, page_size, stride_page, stride_row
 ):
@@ -229,39 +236,42 @@ def store_rows(
     """
     check_store_arguments(cache, slots, latent, rope)
     _check_dtypes(latent=latent, rope=rope)
+    check_kernels_run_on("cache", cache)
     pages, latent = pages_of(cache), _contiguous_rows(latent)
     rope_or_any = latent if rope is None else _contiguous_rows(rope)
     if not len(slots):
         return
     strides = (latent.stride(0), rope_or_any.stride(0))
     if cache.dtype == torch.uint8:
-        _store_fp8_kernel[(len(slots),)](
-            latent,
-            rope_or_any,
-            slots.contiguous(),
-            *_fp8_views(pages),
-            pages.shape[1],
-            *strides,
-            pages.stride(0) // 16,
-            pages.stride(1) // 16,
-        )
+        with on_device_of(cache):
+            _store_fp8_kernel[(len(slots),)](
+                latent,
+                rope_or_any,
+                slots.contiguous(),
+                *_fp8_views(pages),
+                pages.shape[1],
+                *strides,
+                pages.stride(0) // 16,
+                pages.stride(1) // 16,
+            )
         return
     _check_dtypes(cache=cache)
     d_rope = 0 if rope is None else rope.shape[1]
-    _store_kernel[(len(slots),)](
-        latent,
-        rope_or_any,
-        slots.contiguous(),
-        pages,
-        pages.shape[1],
-        *strides,
-        pages.stride(0),
-        pages.stride(1),
-        D_V=latent.shape[1],
-        D_ROPE=d_rope,
-        BLOCK_V=triton.next_power_of_2(latent.shape[1]),
-        BLOCK_R=triton.next_power_of_2(max(d_rope, 1)),
-    )
+    with on_device_of(cache):
+        _store_kernel[(len(slots),)](
+            latent,
+            rope_or_any,
+            slots.contiguous(),
+            pages,
+            pages.shape[1],
+            *strides,
+            pages.stride(0),
+            pages.stride(1),
+            D_V=latent.shape[1],
+            D_ROPE=d_rope,
+            BLOCK_V=triton.next_power_of_2(latent.shape[1]),
+            BLOCK_R=triton.next_power_of_2(max(d_rope, 1)),
+        )
 
 
 def store_index_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> None:
@@ -272,24 +282,26 @@ def store_index_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tenso
     """
     check_store_index_arguments(cache, slots, keys)
     _check_dtypes(keys=keys)
+    check_kernels_run_on("cache", cache)
     if not len(slots):
         return
     keys, dim = _contiguous_rows(keys), keys.shape[1]
     codes, scales = page_parts(cache, dim)
     assert scales is not None
-    _store_index_kernel[(len(slots),)](
-        keys,
-        slots.contiguous(),
-        codes.view(torch.uint8),
-        scales,
-        cache.shape[1],
-        keys.stride(0),
-        codes.stride(0),
-        scales.stride(0),
-        DIM=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
-        num_warps=1,
-    )
+    with on_device_of(cache):
+        _store_index_kernel[(len(slots),)](
+            keys,
+            slots.contiguous(),
+            codes.view(torch.uint8),
+            scales,
+            cache.shape[1],
+            keys.stride(0),
+            codes.stride(0),
+            scales.stride(0),
+            DIM=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
+            num_warps=1,
+        )
 
 
 def gather(
@@ -306,29 +318,32 @@ def gather(
     width = FP8_LATENT + FP8_ROPE if fp8 else cache.shape[-1]
     out = torch.empty(len(slots), width, dtype=dtype, device=cache.device)
     _check_dtypes(dtype=out)
+    check_kernels_run_on("cache", cache)
     if not len(slots):
         return out
     if fp8:
-        _gather_fp8_kernel[(len(slots),)](
-            *_fp8_views(pages),
+        with on_device_of(cache):
+            _gather_fp8_kernel[(len(slots),)](
+                *_fp8_views(pages),
+                slots.contiguous(),
+                out,
+                pages.shape[1],
+                pages.stride(0) // 16,
+                pages.stride(1) // 16,
+            )
+        return out
+    _check_dtypes(cache=cache)
+    with on_device_of(cache):
+        _gather_kernel[(len(slots),)](
+            pages,
             slots.contiguous(),
             out,
             pages.shape[1],
-            pages.stride(0) // 16,
-            pages.stride(1) // 16,
+            pages.stride(0),
+            pages.stride(1),
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
         )
-        return out
-    _check_dtypes(cache=cache)
-    _gather_kernel[(len(slots),)](
-        pages,
-        slots.contiguous(),
-        out,
-        pages.shape[1],
-        pages.stride(0),
-        pages.stride(1),
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-    )
     return out
 
 

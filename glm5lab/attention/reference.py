@@ -10,6 +10,7 @@ same signatures and are tested against them. Sources: DeepSeek-V3.2-Exp's techni
 import torch
 
 from glm5lab.attention.arguments import (
+    INDEX_DTYPES,
     check_mqa_logits_arguments,
     check_paged_mqa_logits_arguments,
     check_top_k_arguments,
@@ -39,6 +40,8 @@ def check_sparse_mla_arguments(
     if q.dim() != 3:
         raise ValueError(f"q: expected [tokens, heads, width], got shape {tuple(q.shape)}")
     tokens, heads, width = q.shape
+    if not heads:
+        raise ValueError("q: expected at least one head, got none")
     if kv.dtype == torch.uint8:
         _check_fp8_rows(kv, width, d_v)
     elif kv.dim() not in (2, 3) or kv.shape[-1] != width:
@@ -50,12 +53,15 @@ def check_sparse_mla_arguments(
         raise ValueError("kv: the last dimension must be contiguous; pass kv.contiguous()")
     if indices.dim() != 2 or indices.shape[0] != tokens:
         raise ValueError(f"indices: expected [{tokens}, top_k], got shape {tuple(indices.shape)}")
-    if indices.is_floating_point():
-        raise ValueError(f"indices: expected an integer dtype, got {indices.dtype}")
+    if indices.dtype not in INDEX_DTYPES:
+        raise ValueError(f"indices: expected int32 or int64, got {indices.dtype}")
     if not 0 < d_v <= width:
         raise ValueError(f"d_v: expected 1 to {width} (the width of q), got {d_v}")
-    if lengths is not None and lengths.shape != (tokens,):
-        raise ValueError(f"lengths: expected [{tokens}], got shape {tuple(lengths.shape)}")
+    if lengths is not None and (lengths.shape != (tokens,) or lengths.dtype not in INDEX_DTYPES):
+        raise ValueError(
+            f"lengths: expected int32 or int64 [{tokens}], "
+            f"got {lengths.dtype} {tuple(lengths.shape)}"
+        )
     if out is not None and out.shape != (tokens, heads, d_v):
         raise ValueError(f"out: expected [{tokens}, {heads}, {d_v}], got shape {tuple(out.shape)}")
     if check:

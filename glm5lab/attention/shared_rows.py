@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from glm5lab.attention import triton_interpreted
+from glm5lab.attention.arguments import on_device_of
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import LN2, LOG2E, Lists, Problem
 from glm5lab.attention.shared_rows_hopper import PAIRS, attend_hopper, fits_hopper
@@ -71,7 +72,7 @@ def _attend_shared_kernel(
     b_slot = tl.load(p_s + o_k, mask=o_k < count, other=-1)
     b_bits = tl.load(p_b + o_k, mask=o_k < count, other=0)
 
-    p_q = q_ptr + (o_token * stride_qt + o_head * stride_qh)[:, None]
+    p_q = q_ptr + (o_token * stride_qt + o_head.to(tl.int64) * stride_qh)[:, None]
     b_q0 = tl.load(p_q + o_v[None, :], mask=m_m[:, None] & m_v0, other=0.0)
     b_q1 = tl.load(p_q + BLOCK_V + o_v[None, :], mask=m_m[:, None] & m_v1, other=0.0)
     if DOT_FP32:
@@ -123,7 +124,9 @@ def _attend_shared_kernel(
     m_any = b_sum != 0  # NaN too
     b_scale = (1.0 / tl.where(m_any, b_sum, 1.0))[:, None]
     b_lse = tl.where(m_any, (b_max + tl.log2(tl.where(m_any, b_sum, 1.0))) * LN2, float("-inf"))
-    p_out = out_ptr + (o_token * stride_ot + o_head * stride_oh)[:, None] + o_v[None, :]
+    p_out = (
+        out_ptr + (o_token * stride_ot + o_head.to(tl.int64) * stride_oh)[:, None] + o_v[None, :]
+    )
     tl.store(p_out, (b_acc0 * b_scale).to(out_ptr.dtype.element_ty), mask=m_m[:, None] & m_v0)
     tl.store(
         p_out + BLOCK_V, (b_acc1 * b_scale).to(out_ptr.dtype.element_ty), mask=m_m[:, None] & m_v1
@@ -143,8 +146,9 @@ def sparse_mla_shared(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sparse_mla` for neighbouring tokens: same arguments, same result.
 
-    Two differences: kv has q's dtype (no fp8_ds_mla rows), and a token's slots are distinct, as a
-    top-k's are (a slot that a token names twice counts once).
+    Three differences: kv has q's dtype (no fp8_ds_mla rows); a token's slots are distinct, as a
+    top-k's are (a slot that a token names twice counts once); and a row with NaN or infinity makes
+    the output of its whole group NaN, not of the tokens alone that name it (their LSE stays right).
 
     Raises:
         ValueError: as `sparse_mla`; kv is uint8.
@@ -154,7 +158,8 @@ def sparse_mla_shared(
     problem, out, lse = checked_problem(q, kv, indices, scale, lengths, d_v, out, check)
     if problem.tokens:
         device = INTERPRETER if triton_interpreted() else device_of(q.device.index or 0)
-        launch_shared(problem, out, lse, device, hopper=fits_hopper(problem, device))
+        with on_device_of(q):
+            launch_shared(problem, out, lse, device, hopper=fits_hopper(problem, device))
     return out, lse
 
 

@@ -109,7 +109,7 @@ def _attend_hopper_kernel(
     o_m = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L_COPY))
     o_token = (i_g * GROUP + o_m // heads).to(gl.int64)
     m_m = ((o_m // heads < GROUP) & (o_token < tokens))[:, None]
-    p_q = q_ptr + (o_token * stride_qt + (o_m % heads) * stride_qh)[:, None]
+    p_q = q_ptr + (o_token * stride_qt + (o_m % heads).to(gl.int64) * stride_qh)[:, None]
     s_q.store(gl.load(p_q + o_v, mask=m_m, other=0.0))
     if D_ROPE > 0:
         s_qr.store(gl.load(p_q + D_V + o_r, mask=m_m, other=0.0))
@@ -173,7 +173,7 @@ def _attend_hopper_kernel(
     _barrier()
     s_q.store((b_acc * b_scale[:, None]).to(dtype))
     _barrier()
-    p_out = out_ptr + (o_token * stride_ot + (o_m % heads) * stride_oh)[:, None] + o_v
+    p_out = out_ptr + (o_token * stride_ot + (o_m % heads).to(gl.int64) * stride_oh)[:, None] + o_v
     gl.store(p_out, s_q.load(L_COPY), mask=m_m)
 
 

@@ -38,7 +38,8 @@ def _length(lengths_ptr, token, tokens, top_k, HAS_LENGTHS: tl.constexpr):
         "words",
         "stride_it",
         "capacity",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )
 def _union_kernel(
     indices_ptr,

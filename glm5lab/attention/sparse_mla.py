@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention import triton_interpreted
+from glm5lab.attention.arguments import check_kernels_run_on, on_device_of
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import LN2, LOG2E, Parts, Problem
 from glm5lab.attention.reference import check_sparse_mla_arguments
@@ -32,6 +33,8 @@ from glm5lab.attention.tiles import (
     sparse_mla_tiles,
 )
 
+# What a program has shared memory and registers for.
+MAX_D_V, MAX_ROPE = 512, 64
 # Only on request: the form for Hopper over fp8_ds_mla rows has not run on a GPU yet.
 HOPPER_FP8 = os.environ.get("GLM5LAB_HOPPER_FP8", "0") == "1"
 
@@ -45,7 +48,8 @@ HOPPER_FP8 = os.environ.get("GLM5LAB_HOPPER_FP8", "0") == "1"
         "part",
         "parts",
         "stride_it",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )
 def _attend_kernel(
     q_ptr,
@@ -92,6 +96,7 @@ def _attend_kernel(
     i_t = tl.program_id(0).to(tl.int64)
     i_p = tl.program_id(2)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_head = o_h.to(tl.int64)  # q may be [H, T, D] in memory, with large strides
     o_v = tl.arange(0, BLOCK_V)
     o_r = tl.arange(0, BLOCK_R)
     o_k = tl.arange(0, BLOCK_K)
@@ -111,7 +116,7 @@ def _attend_kernel(
     b_slot = tl.load(p_i + start + o_k, mask=start + o_k < end, other=-1)
 
     # [BLOCK_H, BLOCK_V] twice and [BLOCK_H, BLOCK_R]
-    p_q = q_ptr + i_t * stride_qt + o_h[:, None] * stride_qh
+    p_q = q_ptr + i_t * stride_qt + o_head[:, None] * stride_qh
     b_q0 = tl.load(p_q + o_v[None, :], mask=m_h & m_v0, other=0.0)
     b_q1 = tl.load(p_q + BLOCK_V + o_v[None, :], mask=m_h & m_v1, other=0.0)
     if DOT_FP32:
@@ -164,7 +169,7 @@ def _attend_kernel(
     m_any = b_sum != 0  # NaN too: what is wrong shows
     b_scale = (1.0 / tl.where(m_any, b_sum, 1.0))[:, None]
     b_lse = tl.where(m_any, (b_max + tl.log2(tl.where(m_any, b_sum, 1.0))) * LN2, float("-inf"))
-    p_out = out_ptr + i_t * stride_ot + i_p * stride_op + o_h[:, None] * stride_oh + o_v[None, :]
+    p_out = out_ptr + i_t * stride_ot + i_p * stride_op + o_head[:, None] * stride_oh + o_v[None, :]
     tl.store(p_out, (b_acc0 * b_scale).to(out_ptr.dtype.element_ty), mask=m_h & m_v0)
     tl.store(p_out + BLOCK_V, (b_acc1 * b_scale).to(out_ptr.dtype.element_ty), mask=m_h & m_v1)
     tl.store(lse_ptr + (i_t * parts + i_p) * heads + o_h, b_lse, mask=o_h < heads)
@@ -209,7 +214,7 @@ def _merge_kernel(
     m_part = (b_w != 0)[:, None] & (o_d < D_V)[None, :]
     b_x = tl.load(part_out_ptr + o_part[:, None] * D_V + o_d[None, :], mask=m_part, other=0.0)
     b_out = tl.sum(b_x * b_w[:, None], 0) / tl.where(m_any, b_sum, 1.0)
-    p_out = out_ptr + i_t * stride_ot + i_h * stride_oh + o_d
+    p_out = out_ptr + i_t * stride_ot + i_h.to(tl.int64) * stride_oh + o_d
     tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=o_d < D_V)
     b_total = tl.where(m_any, b_ref + tl.log(tl.where(m_any, b_sum, 1.0)), float("-inf"))
     tl.store(lse_ptr + i_t * heads + i_h, b_total, mask=tl.program_id(2) == 0)
@@ -257,7 +262,8 @@ def sparse_mla(
             problem.copies_whole_chunks and (HOPPER_FP8 or not problem.fp8),
         )
         parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
-        launch(problem, out, lse, device, tile, parts)
+        with on_device_of(q):
+            launch(problem, out, lse, device, tile, parts)
     return out, lse
 
 
@@ -278,6 +284,12 @@ def checked_problem(
     """
     check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check)
     _check_dtypes(q, kv, indices, lengths, out)
+    if d_v > MAX_D_V or q.shape[2] - d_v > MAX_ROPE:
+        raise ValueError(
+            f"d_v: expected at most {MAX_D_V} columns of values and {MAX_ROPE} behind them, "
+            f"got {d_v} of a width of {q.shape[2]}"
+        )
+    check_kernels_run_on("q", q)
     out = q.new_empty(*q.shape[:2], d_v) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     problem = Problem(

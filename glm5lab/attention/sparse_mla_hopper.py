@@ -93,7 +93,7 @@ def _gather(
     o_c = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
     # The next block's slots are loaded a step ahead, as their rows' addresses depend on them.
     b_slot = load_slots(p_i, start + o_k, end, slots)
-    p_row = p_q + o_k[:, None] * stride_qh + o_c[None, :]
+    p_row = p_q + o_k.to(gl.int64)[:, None] * stride_qh + o_c[None, :]
     m_row = (o_k < heads)[:, None] & (o_c >= 0)[None, :]
     _copy(p_row, m_row, s_q, D_V)
     if D_ROPE > 0:
@@ -146,7 +146,7 @@ def store_64(
     o_h = gl.arange(0, HEADS, layout=head_o)
     o_d = gl.arange(0, D_V, layout=gl.SliceLayout(0, o_layout))
     m_o = (o_h < heads)[:, None] & (o_d >= 0)[None, :]
-    p_o = p_out + o_h[:, None] * stride_oh + o_d[None, :]
+    p_o = p_out + o_h.to(gl.int64)[:, None] * stride_oh + o_d[None, :]
     gl.store(p_o, b_acc.to(p_out.dtype.element_ty), mask=m_o)
 
 
@@ -234,7 +234,8 @@ def _attend(
         "stride_page",
         "stride_row",
         "stride_it",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )
 def _attend_64_kernel(
     q_ptr,
@@ -271,6 +272,7 @@ def _attend_64_kernel(
     i_t = gl.program_id(0).to(gl.int64)
     i_p = gl.program_id(2)
     i_h = gl.program_id(1) * HEADS
+    o_head = gl.program_id(1).to(gl.int64) * HEADS  # times a stride that may be large
     length = top_k
     if HAS_LENGTHS:
         length = gl.minimum(top_k, gl.load(lengths_ptr + i_t))
@@ -292,8 +294,8 @@ def _attend_64_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=1)
     p_i = indices_ptr + i_t * stride_it
-    p_q = q_ptr + i_t * stride_qt + i_h * stride_qh
-    p_out = out_ptr + i_t * stride_ot + i_p * stride_op + i_h * stride_oh
+    p_q = q_ptr + i_t * stride_qt + o_head * stride_qh
+    p_out = out_ptr + i_t * stride_ot + i_p * stride_op + o_head * stride_oh
     p_lse = lse_ptr + (i_t * parts + i_p) * heads + i_h
     left = heads - i_h
     # fmt: off

@@ -116,7 +116,7 @@ def _attend(
     o_d = gl.arange(0, D_V, layout=line)
     b_lse = gl.where(m_any, (b_max + gl.log2(b_total)) * LN2, float("-inf"))
     gl.store(p_lse + o_h, b_lse, mask=o_h < heads)
-    p_o = p_out + o_h[None, :] * stride_oh + o_d[:, None]
+    p_o = p_out + o_h.to(gl.int64)[None, :] * stride_oh + o_d[:, None]
     m_o = (o_h < heads)[None, :] & (o_d >= 0)[:, None]
     b_acc = b_acc * (unit / b_total)[None, :]
     gl.store(p_o, b_acc.to(p_out.dtype.element_ty), mask=m_o)
@@ -202,7 +202,8 @@ def _attend_64(
         "parts",
         "stride_page",
         "stride_it",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )
 def _attend_hopper_fp8_kernel(
     q_ptr,
@@ -240,6 +241,7 @@ def _attend_hopper_fp8_kernel(
     i_t = gl.program_id(0).to(gl.int64)
     i_p = gl.program_id(2)
     i_h = gl.program_id(1) * HEADS
+    o_head = gl.program_id(1).to(gl.int64) * HEADS  # times a stride that may be large
     length = top_k
     if HAS_LENGTHS:
         length = gl.minimum(top_k, gl.load(lengths_ptr + i_t))
@@ -258,8 +260,8 @@ def _attend_hopper_fp8_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     p_i = indices_ptr + i_t * stride_it
-    p_q = q_ptr + i_t * stride_qt + i_h * stride_qh
-    p_out = out_ptr + i_t * stride_ot + i_p * stride_op + i_h * stride_oh
+    p_q = q_ptr + i_t * stride_qt + o_head * stride_qh
+    p_out = out_ptr + i_t * stride_ot + i_p * stride_op + o_head * stride_oh
     p_lse = lse_ptr + (i_t * parts + i_p) * heads + i_h
     left = heads - i_h
     # fmt: off

@@ -45,19 +45,24 @@ def shared_memory_of(capability: int) -> int:
     return SHARED_MEMORY[max(known)] if known else 49_152
 
 
-@cache
 def device_of(index: int) -> Device:
     """The tiles' view of CUDA device `index`.
 
     Where Triton is told to generate code as for another architecture (TRITON_OVERRIDE_ARCH=sm120),
     the tiles are that architecture's too: so Hopper can run what SM120 would.
     """
-    import torch
     import triton
+
+    # The knob may change within a process.
+    return _device(index, triton.knobs.runtime.override_arch or "")
+
+
+@cache
+def _device(index: int, override: str) -> Device:
+    import torch
 
     properties = torch.cuda.get_device_properties(index)
     count = properties.multi_processor_count
-    override = triton.knobs.runtime.override_arch
     if override:
         capability = int("".join(filter(str.isdigit, override)))
         return Device(capability, count, shared_memory_of(capability))

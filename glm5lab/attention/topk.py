@@ -21,10 +21,16 @@ import torch
 import triton
 import triton.language as tl
 
-from glm5lab.attention.arguments import check_top_k_arguments
+from glm5lab.attention.arguments import (
+    check_kernels_run_on,
+    check_top_k_arguments,
+    int32_bounds,
+    on_device_of,
+)
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.tiles import INTERPRETER, Device, device_of
 from glm5lab.attention.topk_select import (
+    ANYWHERE,
     BLOCK,
     LOWEST,
     NAN_BITS,
@@ -46,7 +52,7 @@ MAX_WIDTH = 2**30
 ROWS_AT_ONCE = 4096  # bounds the memory for lists
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=ANYWHERE)
 def _level_kernel(
     in_ptr,
     start_ptr,
@@ -102,7 +108,7 @@ def _load(p_row, base, low, high):
     return b
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=ANYWHERE)
 def _collect_kernel(
     in_ptr,
     start_ptr,
@@ -218,15 +224,17 @@ def top_k(
     rows, width = logits.shape
     if width > MAX_WIDTH:
         raise ValueError(f"logits: expected at most {MAX_WIDTH} columns, got {width}")
+    check_kernels_run_on("logits", logits)
     if logits.numel() and logits.stride(1) != 1:
         logits = logits.contiguous()
     out = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
-    start = None if start is None else start.to(torch.int32).contiguous()
-    end = None if end is None else end.to(torch.int32).contiguous()
+    start = None if start is None else int32_bounds(start)
+    end = None if end is None else int32_bounds(end)
     for first in range(0, rows, ROWS_AT_ONCE):
         some = slice(first, first + ROWS_AT_ONCE)
         bounds = [None if bound is None else bound[some] for bound in (start, end)]
-        _launch(logits[some], bounds, k, out[some], cut or choose_cut(k, width))
+        with on_device_of(logits):
+            _launch(logits[some], bounds, k, out[some], cut or choose_cut(k, width))
     return out
 
 

@@ -21,6 +21,7 @@ NO_COLUMN = tl.constexpr(2**31 - 1)
 # Without the divisibility of these Triton gives every load of a row the same layout, one value a
 # thread, and has nothing to convert between loads and scattered stores.
 RUNTIME = ["width", "parts", "k", "stride_in"]
+ANYWHERE = ["start_ptr", "end_ptr"]  # loaded one by one: slices compile nothing new
 
 
 @triton.jit
@@ -187,7 +188,7 @@ def _ones(b_bits):
     return ((b * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=ANYWHERE)
 def _select_kernel(
     in_ptr,
     start_ptr,
