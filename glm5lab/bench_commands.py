@@ -58,7 +58,8 @@ def kernels(
 
     if arch and not re.fullmatch(r"sm\d{2,3}", arch):
         raise InputError("--arch", f"{arch!r} is no architecture", "give one such as sm120")
-    run(out, typer.echo, arch)
+    if not run(out, typer.echo, arch):
+        raise CheckError("a kernel of ours did not run or was wrong; see above")
 
 
 @app.command()

@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from glm5lab.errors import Glm5labError, InputError
+from glm5lab.bench_commands import app
+from glm5lab.errors import CheckError, Glm5labError, InputError
 from glm5lab.kernel_bench import report
-from glm5lab.kernel_bench.kernels import bench_kernels
-from glm5lab.kernel_bench.timing import Row
+from glm5lab.kernel_bench.kernels import bench_kernels, sparse_error
+from glm5lab.kernel_bench.timing import Row, prepared
 
 ROWS = [
     Row("bf16, 1 tokens", "glm5lab", 6.5, 0.002, 5.0),
@@ -25,13 +27,56 @@ def measured(monkeypatch):
 
 def test_rows_are_printed_and_written(measured, tmp_path):
     lines: list[str] = []
-    report.run(tmp_path / "out.json", lines.append)
+    assert report.run(tmp_path / "out.json", lines.append)  # a peer may be missing
     assert lines[0] == "copy kernel: 4.05 TB/s"
     assert "6.5 us, error 0.0020, 1.30 x the floor" in lines[1]
     assert lines[2].endswith("did not run: No module named 'vllm'")
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["rows"][0]["us"] == 6.5
     assert "us" not in written["rows"][1]  # NaN is no JSON
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("top-k", "glm5lab", 6.5, 1.0, bound=0),
+        Row("bf16", "glm5lab, shared rows", 6.5, 0.004),
+        Row("bf16", "glm5lab", 6.5, math.nan),
+        Row("bf16", "glm5lab", math.nan, math.nan, note="out of resources"),
+    ],
+    ids=str,
+)
+def test_a_wrong_kernel_of_ours_is_reported(row, measured, monkeypatch):
+    monkeypatch.setattr(report, "bench_kernels", lambda _: (4.05e6, iter([*ROWS, row])))
+    lines: list[str] = []
+    assert not report.run(None, lines.append)
+    assert row.note or "WRONG" in lines[-1]
+    result = CliRunner().invoke(app, ["kernels"])
+    assert isinstance(result.exception, CheckError)
+
+
+def test_what_is_prepared_is_prepared_once():
+    made = []
+
+    def prepare():
+        made.append(1)
+        return lambda i: i + 1
+
+    call = prepared(prepare)
+    assert not made
+    assert [call(0), call(4)] == [1, 5]
+    assert len(made) == 1
+
+
+def test_output_and_lse_are_compared():
+    expected = torch.ones(2, 3, 4), torch.zeros(2, 3)
+    assert sparse_error(torch.ones(2, 3, 4), expected) == 0
+    assert sparse_error((torch.ones(2, 3, 4) * 1.5, torch.zeros(2, 3)), expected) == pytest.approx(
+        0.5
+    )
+    for lse in (torch.full((2, 3), 0.01), torch.full((2, 3), math.nan)):
+        with pytest.raises(ValueError, match=r"LSE is .* off"):
+            sparse_error((torch.ones(2, 3, 4), lse), expected)
 
 
 def test_a_file_that_cannot_be_written_is_named(measured, tmp_path):

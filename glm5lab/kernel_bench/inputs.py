@@ -54,14 +54,10 @@ class Sparse:
         if valid is not None:
             self.lengths = torch.full((tokens,), valid, device="cuda", dtype=torch.int32)
 
-    def expected(self, tokens: int = 4) -> torch.Tensor:
-        """The first tokens of the first input, in float64."""
-        slots = self.indices[0][:tokens].long()
-        rows = self.kv[slots.flatten()]
-        rows = rows if rows.dtype == torch.uint8 else rows.double()
-        order = torch.arange(slots.numel(), device="cuda", dtype=torch.int32).view_as(slots)
-        lengths = None if self.lengths is None else self.lengths[:tokens]
-        return reference.sparse_mla(self.q[0][:tokens].double(), rows, order, SCALE, lengths)[0]
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE of the first input, in float64."""
+        q = self.q[0].double()
+        return reference.sparse_mla(q, self.kv, self.indices[0], SCALE, self.lengths)
 
 
 def neighbours(tokens: int, rows: int, overlap: float = 0.8) -> torch.Tensor:

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import triton
 
+from glm5lab.attention import reference
 from glm5lab.attention.indexer import mqa_logits
 from glm5lab.attention.indexer_paged import paged_mqa_logits
 from glm5lab.attention.shared_rows import sparse_mla_shared
@@ -25,28 +27,30 @@ from glm5lab.kernel_bench.inputs import (
     fp8_rows,
     neighbours,
 )
-from glm5lab.kernel_bench.timing import Row, copy_rate, measure, relative
+from glm5lab.kernel_bench.timing import Row, copy_rate, measure, prepared, relative
 
 TOKENS = (1, 4, 16, 64, 256, 1024)
 ROWS = 1 << 20  # of the cache: 1.2 GB in bf16, many times any L2
-Kind = Callable[[Sparse, int], torch.Tensor]
+LSE_BOUND = 1e-3
+Kind = Callable[[Sparse], Callable[[int], Any]]
 Measure = Callable[..., Iterator[Row]]
 
 
-def ours(s: Sparse, i: int) -> torch.Tensor:
+def ours(s: Sparse) -> Callable[[int], Any]:
     """The kernel of `sparse_mla`."""
-    return sparse_mla(s.q[i], s.kv, s.indices[i], SCALE, s.lengths)[0]
+    return lambda i: sparse_mla(s.q[i], s.kv, s.indices[i], SCALE, s.lengths)
 
 
-def shared(s: Sparse, i: int) -> torch.Tensor:
+def shared(s: Sparse) -> Callable[[int], Any]:
     """The form for neighbouring tokens."""
-    return sparse_mla_shared(s.q[i], s.kv, s.indices[i], SCALE, s.lengths)[0]
+    return lambda i: sparse_mla_shared(s.q[i], s.kv, s.indices[i], SCALE, s.lengths)
 
 
 BF16: dict[str, Kind] = {
     "glm5lab": ours,
     "FlashAttention-3": peers.flash_attention_3,
     "FlashMLA": peers.flashmla,
+    "FlashInfer": peers.flashinfer,
 }
 FP8: dict[str, Kind] = {"glm5lab": ours, "FlashMLA": peers.flashmla_fp8}
 
@@ -56,14 +60,22 @@ def sparse_case(
 ) -> Iterator[Row]:
     """One size of sparse MLA by every implementation."""
     expected = s.expected()
-    implementations = {name: (lambda i, f=function: f(s, i)) for name, function in kinds.items()}
-    yield from measure(
-        case,
-        implementations,
-        len(s.q),
-        lambda out: relative(out[: len(expected)], expected),
-        floor_us,
-    )
+    calls = {name: prepared(partial(kind, s)) for name, kind in kinds.items()}
+    yield from measure(case, calls, len(s.q), partial(sparse_error, expected=expected), floor_us)
+
+
+def sparse_error(got: Any, expected: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Relative error of an output, or of an output and its LSE.
+
+    Raises:
+        ValueError: the LSE is wrong.
+    """
+    if isinstance(got, tuple):
+        got, lse = got
+        apart = float((lse.double() - expected[1]).abs().max())
+        if not apart <= LSE_BOUND:
+            raise ValueError(f"its LSE is {apart:.2g} off: expected at most {LSE_BOUND}")
+    return relative(got, expected[0])
 
 
 def decode(measure: Measure, rate: float) -> Iterator[Row]:
@@ -98,7 +110,7 @@ def indexer(measure: Measure, rate: float) -> Iterator[Row]:
     expected = x.expected()
     implementations = {
         "glm5lab": lambda _: mqa_logits(x.q, x.k, x.weights, x.start, x.end, x.k_scale),
-        "DeepGEMM": lambda _: peers.deepgemm_logits(x),
+        "DeepGEMM": prepared(lambda: peers.deepgemm_logits(x)),
     }
     yield from measure(
         "fp8 MQA logits, 1024 x 131072",
@@ -110,7 +122,7 @@ def indexer(measure: Measure, rate: float) -> Iterator[Row]:
     first = p.expected()
     implementations = {
         "glm5lab": lambda _: paged_mqa_logits(p.q, p.cache, p.weights, p.lens, p.table, p.width),
-        "DeepGEMM": lambda _: peers.deepgemm_paged(p),
+        "DeepGEMM": prepared(lambda: peers.deepgemm_paged(p)),
     }
     yield from measure(
         "paged logits, 8 requests at 131072",
@@ -124,19 +136,20 @@ def indexer(measure: Measure, rate: float) -> Iterator[Row]:
 def selection(measure: Measure, rate: float) -> Iterator[Row]:
     """Exact top-k of long rows; the error counts wrong places in eight rows."""
     logits = torch.randn(1024, 131072, device="cuda")
-    expected = torch.topk(logits[:8], TOP_K).indices.sort().values
+    expected = reference.top_k(logits[:8], TOP_K)
     implementations: dict[str, Callable[[int], torch.Tensor]] = {
         "glm5lab": lambda _: top_k(logits, TOP_K),
         "torch.topk": lambda _: torch.topk(logits, TOP_K).indices,
-        "vLLM top_k_per_row_prefill": lambda _: peers.vllm_per_row(logits),
-        "vLLM persistent_topk": lambda _: peers.vllm_persistent(logits),
+        "vLLM top_k_per_row_prefill": prepared(lambda: peers.vllm_per_row(logits)),
+        "vLLM persistent_topk": prepared(lambda: peers.vllm_persistent(logits)),
     }
     yield from measure(
         "top-k 2048 of 1024 x 131072",
         implementations,
         1,
-        lambda out: float((out[:8].long().sort().values != expected).sum()),
+        lambda out: float((out[:8].sort().values != expected).sum()),
         logits.nbytes / rate,
+        bound=0,
     )
 
 
@@ -152,16 +165,20 @@ def bench_kernels(architecture: str | None = None) -> tuple[float, Iterator[Row]
     """
     if not torch.cuda.is_available():
         raise Glm5labError("no CUDA device: `glm5lab bench kernels` times kernels on a GPU")
-    if architecture:
-        triton.knobs.runtime.override_arch = architecture
     torch.manual_seed(0)
     rate = copy_rate()
     kept = partial(measure, prefix="glm5lab" if architecture else "")
 
     def rows() -> Iterator[Row]:
-        yield from decode(kept, rate)
-        yield from prefill(kept)
-        yield from indexer(kept, rate)
-        yield from selection(kept, rate)
+        before = triton.knobs.runtime.override_arch
+        try:
+            if architecture:
+                triton.knobs.runtime.override_arch = architecture
+            yield from decode(kept, rate)
+            yield from prefill(kept)
+            yield from indexer(kept, rate)
+            yield from selection(kept, rate)
+        finally:
+            triton.knobs.runtime.override_arch = before
 
     return rate, rows()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class Row:
         error: relative error of the checked part against float64 (top-k: wrong places).
         floor_us: bytes that must move over the rate of a copy kernel; NaN where none is stated.
         note: why it did not run.
+        bound: the error up to which it counts as right.
     """
 
     case: str
@@ -29,6 +31,12 @@ class Row:
     error: float
     floor_us: float = math.nan
     note: str = ""
+    bound: float = 3e-3
+
+    @property
+    def right(self) -> bool:
+        """Whether it ran, with an error within the bound."""
+        return not self.note and self.error <= self.bound
 
 
 def graph_us(calls: Sequence[Call], repeats: int = 15) -> float:
@@ -69,13 +77,20 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
+def prepared(prepare: Callable[[], Callable[[int], Any]]) -> Callable[[int], Any]:
+    """What `prepare` returns, made at the first call, which `measure` does not time."""
+    made = cache(prepare)
+    return lambda i: made()(i)
+
+
 def measure(
     case: str,
-    implementations: Mapping[str, Callable[[int], torch.Tensor]],
+    implementations: Mapping[str, Callable[[int], Any]],
     inputs: int,
-    error: Callable[[torch.Tensor], float],
+    error: Callable[[Any], float],
     floor_us: float = math.nan,
     prefix: str = "",
+    bound: float = Row.bound,
 ) -> Iterator[Row]:
     """Check and time every implementation of one case.
 
@@ -86,6 +101,7 @@ def measure(
         error: of the result for input 0.
         floor_us: see Row.
         prefix: of the names to measure.
+        bound: see Row.
     """
     for name, compute in implementations.items():
         if not name.startswith(prefix):
@@ -93,7 +109,7 @@ def measure(
         try:
             wrong = error(compute(0))
             us = graph_us([lambda i=i, f=compute: f(i) for i in range(inputs)])  # type: ignore[misc]
-            yield Row(case, name, us, wrong, floor_us)
+            yield Row(case, name, us, wrong, floor_us, bound=bound)
         except Exception as problem:
             first = (str(problem).strip().splitlines() or [repr(problem)])[0]
             yield Row(case, name, math.nan, math.nan, floor_us, first[:160])

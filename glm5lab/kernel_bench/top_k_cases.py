@@ -82,8 +82,8 @@ def _ours(logits: torch.Tensor, k: int, end: torch.Tensor) -> torch.Tensor:
 
 KERNELS: dict[str, Kernel] = {
     "glm5lab": _ours,
-    "vLLM top_k_per_row_prefill": peers.vllm_per_row,
-    "vLLM persistent_topk": peers.vllm_persistent,
+    "vLLM top_k_per_row_prefill": lambda x, k, end: peers.vllm_per_row(x, k, end)(0),
+    "vLLM persistent_topk": lambda x, k, end: peers.vllm_persistent(x, k, end)(0),
 }
 
 
