@@ -59,10 +59,13 @@ class Pointer:
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.flat, self.offset + offset)
 
+    def __getitem__(self, key: Any) -> "Pointer":
+        return Pointer(self.flat, self.offset[key])
+
     def load(self, mask: Any = None, other: Any = 0) -> Tile:
         """The elements where `mask` holds; others are not touched."""
         if mask is None:
-            return tile(self.flat[int(self.offset)])
+            return tile(self.flat[self.offset])
         values = torch.full(self.offset.shape, other, dtype=self.flat.dtype)
         mask = mask.expand(self.offset.shape)
         values[mask] = self.flat[self.offset[mask]]
@@ -130,7 +133,7 @@ def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
 
-def copy(target: Shared, source: Pointer, mask: torch.Tensor) -> None:
+def copy(target: Shared, source: Pointer, mask: torch.Tensor | None = None) -> None:
     _here.copies.append((target, source.load(mask)))
 
 
@@ -206,8 +209,8 @@ gl = SimpleNamespace(
     SwizzledSharedLayout=nothing,
     program_id=lambda axis: Whole(_here.program[axis]),
     arange=lambda start, end, layout: tile(torch.arange(start, end)),
-    full=lambda shape, value, dtype, layout: tile(torch.full(shape, value, dtype=dtype)),
-    zeros=lambda shape, dtype, layout: tile(torch.zeros(shape, dtype=dtype)),
+    full=lambda shape, value, dtype, layout=None: tile(torch.full(shape, value, dtype=dtype)),
+    zeros=lambda shape, dtype, layout=None: tile(torch.zeros(shape, dtype=dtype)),
     load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
     store=lambda pointer, value, mask: pointer.store(value, mask),
     where=where,
@@ -240,6 +243,7 @@ REPLACED = {
     "warpgroup_mma_wait": lambda n, deps: deps[0] if len(deps) == 1 else tuple(deps),
     "fence_async_shared": nothing,
     "gdc_wait": nothing,
+    "_barrier": nothing,
     "gdc_launch_dependents": nothing,
 }
 
@@ -270,7 +274,7 @@ class Simulated:
             constants = {n: v for n, v in options.items() if n in self.constants}
             values = [Pointer.of(a) if isinstance(a, torch.Tensor) else a for a in arguments]
             for program in product(*map(range, grid)):
-                _here.program = program
+                _here.program, _here.copies, _here.warps = program, [], 0
                 self.program(*values, **constants)
 
         return launch

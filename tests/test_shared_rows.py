@@ -4,10 +4,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gluon_simulated import Simulated
 from interpreted import run_interpreted
 from test_sparse_mla import LSE_TOLERANCE, TOLERANCE, apart
 
 from glm5lab.attention import reference
+from glm5lab.attention.problem import Lists, Problem
 
 CASES = [
     # tokens, heads, rope, top_k, page_size, share of the slots that neighbours have in common
@@ -158,6 +160,44 @@ def test_other_tokens_lengths_and_caches_compile_nothing_new(form):
     for tokens, top_k, rows in ((1, 64, 160), (16, 17, 97), (40, 200, 3000)):
         run(tokens, top_k, rows)
     assert compiled() == before
+
+
+def unions(problem, group):
+    """The lists that `list_unions` makes, by dictionaries; poisoned where they end."""
+    groups, capacity = -(-problem.tokens // group), group * problem.top_k
+    slots = torch.full((groups, capacity), -12345, dtype=torch.int32)
+    members = torch.full((groups, capacity), 255, dtype=torch.uint8)
+    counts = torch.zeros(groups, dtype=torch.int32)
+    for g in range(groups):
+        found: dict[int, int] = {}
+        for t in range(g * group, min((g + 1) * group, problem.tokens)):
+            length = problem.top_k if problem.lengths is None else int(problem.lengths[t])
+            for slot in problem.indices[t, :length].tolist():
+                if slot >= 0:
+                    found[slot] = found.get(slot, 0) | 1 << (t - g * group)
+        counts[g] = len(found)
+        slots[g, : len(found)] = torch.tensor(list(found), dtype=torch.int32)
+        members[g, : len(found)] = torch.tensor(list(found.values()), dtype=torch.uint8)
+    return Lists(slots, members, counts, group)
+
+
+@pytest.mark.parametrize("case", [*CASES, (9, 8, 64, 130, 16, 0.8), (2, 128, 0, 129, 16, 0.0)])
+def test_the_form_for_hopper_in_a_simulation(case, monkeypatch):
+    from glm5lab.attention import shared_rows_hopper
+
+    kernel = Simulated(shared_rows_hopper._attend_hopper_kernel)
+    monkeypatch.setattr(shared_rows_hopper, "_attend_hopper_kernel", kernel)
+    tokens, heads, *_ = case
+    for dtype in (torch.bfloat16, torch.float16):
+        q, kv, indices, lengths = make_neighbours(dtype, *case)
+        for given in (None, lengths):
+            problem = Problem(q, kv, indices, given, 0.06, 512)
+            out = torch.full((tokens, heads, 512), float("nan"), dtype=dtype)
+            lse = torch.full((tokens, heads), float("nan"))
+            lists = unions(problem, max(1, min(8, 64 // heads)))
+            shared_rows_hopper.attend_hopper(problem, lists, out, lse)
+            exact = reference.sparse_mla(q.double(), kv.double(), indices, 0.06, given)
+            check(out, lse, exact)
 
 
 def test_equals_the_reference_in_the_interpreter():
