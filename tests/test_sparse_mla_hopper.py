@@ -114,6 +114,15 @@ def test_nan_stays_nan(fp8, heads, monkeypatch):
             assert torch.all(out[0].isnan())
 
 
+def test_fp8_heads_far_apart_take_another_form():
+    q = torch.empty(2, 8, 576, dtype=torch.bfloat16)
+    kv, indices = torch.empty(9, 656, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.int32)
+    room = torch.empty(8 * 2**24, dtype=torch.bfloat16, device="meta")
+    far = room.as_strided((2, 8, 576), (576, 2**24, 1))
+    assert Problem(q, kv, indices, None, 0.06, 512).copies_whole_chunks
+    assert not Problem(far, kv, indices, None, 0.06, 512).copies_whole_chunks
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("order", [1, -1], ids=["growing", "shrinking"])
 def test_fp8_blocks_of_different_magnitude(order, heads, monkeypatch):

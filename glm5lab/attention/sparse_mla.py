@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.arguments import check_kernels_run_on, on_device_of
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.problem import LN2, LOG2E, Parts, Problem
+from glm5lab.attention.problem import FAR, LN2, LOG2E, Parts, Problem
 from glm5lab.attention.reference import check_sparse_mla_arguments
 from glm5lab.attention.sparse_mla_fp8 import attend_fp8
 from glm5lab.attention.tiles import (
@@ -259,7 +259,8 @@ def sparse_mla(
             problem.heads,
             q.dtype.itemsize,
             problem.fp8,
-            problem.copies_whole_chunks and (HOPPER_FP8 or not problem.fp8),
+            problem.copies_whole_chunks
+            and (not problem.fp8 or (HOPPER_FP8 and out.stride(1) < FAR)),
         )
         parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
         with on_device_of(q):

@@ -241,7 +241,6 @@ def _attend_hopper_fp8_kernel(
     i_t = gl.program_id(0).to(gl.int64)
     i_p = gl.program_id(2)
     i_h = gl.program_id(1) * HEADS
-    o_head = gl.program_id(1).to(gl.int64) * HEADS  # times a stride that may be large
     length = top_k
     if HAS_LENGTHS:
         length = gl.minimum(top_k, gl.load(lengths_ptr + i_t))
@@ -260,8 +259,8 @@ def _attend_hopper_fp8_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     p_i = indices_ptr + i_t * stride_it
-    p_q = q_ptr + i_t * stride_qt + o_head * stride_qh
-    p_out = out_ptr + i_t * stride_ot + i_p * stride_op + o_head * stride_oh
+    p_q = q_ptr + i_t * stride_qt + i_h * stride_qh
+    p_out = out_ptr + i_t * stride_ot + i_p * stride_op + i_h * stride_oh
     p_lse = lse_ptr + (i_t * parts + i_p) * heads + i_h
     left = heads - i_h
     # fmt: off
@@ -291,7 +290,10 @@ def _registers(tile: Tile) -> int:
 
 
 def attend_hopper_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
-    """Launch the kernel over uint8 rows of 656 bytes. The problem `copies_whole_chunks`."""
+    """Launch the kernel over uint8 rows of 656 bytes. The problem `copies_whole_chunks`.
+
+    Head strides of q and out are below `problem.FAR`: int64 offsets would spill registers.
+    """
     q, pages, indices = problem.q, problem.pages, problem.indices
     grid = (problem.tokens, triton.cdiv(problem.heads, tile.heads), parts.count)
     _attend_hopper_fp8_kernel[grid](
