@@ -99,9 +99,22 @@ def test_03_sparse_mla_kernels(opened):
 
 @pytest.mark.slow
 def test_04_register_backend(opened):
-    opened("04_register_backend")
+    lab = opened("04_register_backend")
+    assert "of 12 cases" in text_of(lab, "nothing else does")
+    lab.page.locator(".widget-dropdown select").last.select_option("9.0 (H100, H200)")
+    lab.page.wait_for_function(
+        "document.querySelector('.jp-Notebook').innerText.includes('FLASH_ATTN_MLA_SPARSE')"
+    )
 
 
 @pytest.mark.slow
 def test_05_serve(opened):
-    opened("05_serve")
+    lab = opened("05_serve")
+    lab.page.get_by_placeholder("ask something").fill("Which layers are there?")
+    lab.page.get_by_role("button", name="send").click()
+    lab.page.wait_for_function(
+        "document.querySelector('.jp-Notebook').innerText.includes('first piece after')"
+    )
+    said = text_of(lab, "first piece after")
+    assert "user Which layers are there?" in said
+    assert "assistant " in said

@@ -27,7 +27,7 @@ CARDS = {
 LIVE_WIDTH = 1000  # pixels; a figure within boxes does not find its width by itself
 SHOWN_ROWS = 15
 TENSOR_COLUMNS = ("name", "shard", "shape", "type", "nbytes")
-CELL = "text-align:left;padding:2px 10px;white-space:nowrap"
+CELL = "text-align:left;padding:2px 10px;white-space:pre-wrap;vertical-align:top;line-height:1.35"
 
 
 def is_live() -> bool:
@@ -52,7 +52,9 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         "<tr>" + "".join(f"<td style='{CELL}'>{escape(str(c))}</td>" for c in row) + "</tr>"
         for row in rows
     )
-    colours = "color:var(--jp-content-font-color1);font-size:12px;font-family:monospace"
+    colours = (
+        "color:var(--jp-content-font-color1);font-size:12px;line-height:1.35;font-family:monospace"
+    )
     return f"<table style='border-collapse:collapse;{colours}'><tr>{head}</tr>{body}</table>"
 
 

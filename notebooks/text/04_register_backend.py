@@ -17,33 +17,48 @@
 # %% [markdown]
 # # 4. The backend
 #
-# glm5lab registers `TRITON_MLA_SPARSE` with vLLM through entry points; nothing in the installed vLLM is edited. This layer proves
-# two different things. That vLLM selects the backend is easy to see, and it is where most reports stop: *Using
-# TRITON_MLA_SPARSE attention backend* in the log. It proves selection only. That the numbers are right needs a referee that
-# shares no code with us: Hugging Face transformers and llama.cpp, row by row.
+# Which attention does vLLM take for GLM-5 on a GPU, and why not another? And when it takes ours, are the numbers right? Most reports
+# stop at a line in the log, *Using TRITON_MLA_SPARSE attention backend*, which proves selection only.
 #
-# On the command line: `glm5lab check FILE`.
+# On the command line: `glm5lab env --capability 12.0`, `glm5lab check FILE`, and on a GPU `glm5lab backends`.
 
 # %%
 import os
-import tempfile
-from pathlib import Path
 
-from glm5lab.gguf.sample import write_sample
 from glm5lab.views.quiet import quiet
+from glm5lab.views.source import choose_file
 
-workspace = tempfile.TemporaryDirectory(prefix="glm5lab-")
-folder = Path(workspace.name)
-os.environ["GLM5LAB_CACHE"] = str(folder / "cache")
+source = choose_file()
+os.environ["GLM5LAB_CACHE"] = str(source.folder / "cache")
 os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # into the log file, for the line that is read below
 os.environ["VLLM_LOGGING_COLOR"] = "0"
-log = folder / "engine.log"
-file = write_sample(folder)
+log = source.folder / "engine.log"
 
 # %% [markdown]
-# ## Registering
+# ## What stock vLLM says
 #
-# vLLM calls `register` in every process, and sometimes more than once. Repeating it must change nothing.
+# vLLM's own selection, asked as if this machine had an RTX PRO 6000 (compute capability 12.0): `stock` is what it takes without
+# glm5lab, `here` with it, and `against` its words about other sparse backends. In JupyterLab other capabilities can be chosen.
+
+# %%
+from glm5lab.selection_table import selection
+from glm5lab.views.selection import selection_explorer, selection_rows
+
+table = selection(["12.0"])
+selection_explorer(table, "12.0")
+
+# %% tags=["nbval-check-output"]
+rows = selection_rows(table, "12.0").set_index(["flashinfer", "cache"])
+for flashinfer in ("with", "without"):
+    row = rows.loc[(flashinfer, "bfloat16")]
+    print(f"bfloat16 cache, {flashinfer} FlashInfer: stock {row['stock']}, here {row['here']}")
+
+# %% [markdown]
+# ## The cause, and the remedy
+#
+# Every native backend has a list of GPUs and of cache formats. glm5lab registers one more through vLLM's entry points, behind the
+# native ones, which keep winning where they can; nothing in the installed vLLM is edited. vLLM calls `register` in every process,
+# sometimes more than once, and repeating it must change nothing.
 
 # %% tags=["nbval-check-output"]
 with quiet(log):
@@ -61,22 +76,16 @@ print("sparse:", backend.is_sparse(), "| MLA:", backend.is_mla())
 print("registered twice, entries added:", len(AttentionBackendEnum.__members__) - members)
 
 # %% [markdown]
-# ## The real engine, once
+# ## The proof: the real engine against two referees
 #
-# `run_check` runs vLLM on prompts shorter and longer than the sample's top-k of 16, then feeds the same tokens to both referees.
-# The engine's own output goes to a log file.
+# `run_check` runs vLLM on prompts shorter and longer than the sample's top-k of 16, then feeds the same tokens to Hugging Face
+# transformers and to llama.cpp, which share no code with the loader. The engine's own output goes to a log file.
 
 # %%
 from glm5lab.check import run_check
 
 with quiet(log):
-    report = run_check(file, prompts=(8, 40), attention_backend=BACKEND)
-
-# %% [markdown]
-# ## Selection: what the log says
-#
-# The line that people look for, and the answer of vLLM's platform when it is asked directly and no backend is named. On a CPU
-# that is ours; on a GPU a native backend that accepts the model keeps winning, unless ours is asked for by name.
+    report = run_check(source.sample, prompts=(8, 40), attention_backend=BACKEND)
 
 # %% tags=["nbval-check-output"]
 from glm5lab.serving.server import selected_backend
@@ -85,27 +94,7 @@ line = selected_backend(log.read_text().splitlines())
 print("the engine names our backend:", line is not None)
 print("its attention layers were built with:", report.backend)
 
-# %%
-import torch
-from vllm.platforms import current_platform
-from vllm.v1.attention.selector import AttentionSelectorConfig
-
-from glm5lab.serving.process import message
-
-wanted = AttentionSelectorConfig(
-    head_size=576,
-    dtype=torch.bfloat16,
-    kv_cache_dtype="auto",
-    block_size=None,
-    use_mla=True,
-    use_sparse=True,
-)
-print("in the log:", message(line))
-print("the platform:", current_platform.get_attn_backend_cls(None, wanted))
-
 # %% [markdown]
-# ## Proof: what the referees say
-#
 # A row is the distribution of one next token. It agrees when the most likely token is the same and no log-probability is off
 # by more than the tolerance. Only prompts longer than top-k test the indexer at all.
 
@@ -122,7 +111,7 @@ for referee in ("hf", "llama.cpp"):
 print("agree:", report.ok)
 
 # %% [markdown]
-# ## The same line, with a broken model
+# ## The same line in the log, with a broken model
 #
 # One deliberate mistake: `k_b` is taken as it lies in the file, not transposed head by head. All shapes fit, the loader's
 # audit passes, the engine selects the same backend. Only the referee notices.
@@ -139,7 +128,7 @@ def untransposed(k_b, v_b):
 
 
 with quiet(log), patch("glm5lab.loading.transforms.join_kv_b", untransposed):
-    broken = run_check(file, against=["hf"], prompts=(8,), attention_backend=BACKEND)
+    broken = run_check(source.sample, against=["hf"], prompts=(8,), attention_backend=BACKEND)
 
 audits = log.read_text().count("each parameter was filled, each tensor was used")
 print("loads whose audit passed:", audits, "of 2")
@@ -148,4 +137,12 @@ print("agree:", broken.ok)
 
 # %%
 print(broken.summary())
-workspace.cleanup()
+
+# %% [markdown]
+# ## With your own file
+#
+# `glm5lab check FILE` does this for any file that fits into memory in float32. On a GPU, `glm5lab backends answers` compares the
+# backend with vLLM's own, in its engine; what that gave on one H200 is in `data/measurements/backend_answers.json`.
+
+# %%
+source.close()

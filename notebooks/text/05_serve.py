@@ -17,36 +17,62 @@
 # %% [markdown]
 # # 5. The server
 #
-# The end of the way: vLLM's OpenAI server over the GGUF file, in a process of its own, with the backend of the last
-# notebook. It proves that requests over HTTP are answered, and that nothing is left running afterwards. In practice a server
-# fails minutes after its start with the cause far up in the log of a worker, and a stopped one leaves workers behind that keep
-# the GPU's memory.
+# Does the file answer requests, as an OpenAI endpoint, and when a start fails, why? A server fails minutes after its start with the
+# cause far up in the log of a worker, and a stopped one can leave workers behind that keep the GPU's memory.
 #
-# On the command line: `glm5lab serve FILE`.
+# On the command line: `glm5lab serve FILE`, `glm5lab doctor LOG`, `glm5lab bench server URL`.
 
 # %%
 import os
-import tempfile
-from pathlib import Path
 
-from glm5lab.gguf.sample import write_sample
-from glm5lab.serving.server import Server
+from glm5lab.serving.server import Server, ServerError
+from glm5lab.views.source import choose_file
 
-workspace = tempfile.TemporaryDirectory(prefix="glm5lab-")
-folder = Path(workspace.name)
-os.environ["GLM5LAB_CACHE"] = str(folder / "cache")
-file = write_sample(folder)
+source = choose_file()
+os.environ["GLM5LAB_CACHE"] = str(source.folder / "cache")
 
 # %% [markdown]
-# ## Start
+# ## What a failing start says
 #
-# A free port on 127.0.0.1; options go on to vLLM as they are. vLLM's output goes to a log file. If the server cannot start,
-# `wait_ready` raises the first error of that log, not the last.
+# A start that cannot work: a context longer than the model's. vLLM's last lines are those of a parent that saw its child end.
 
 # %%
-server = Server.of_file(
-    file, options=["--served-model-name", "tiny-glm5"], log=folder / "server.log"
-)
+log = source.folder / "failing.log"
+options = ["--served-model-name", "tiny-glm5"]
+failing = Server.of_file(source.file, options=[*options, "--max-model-len", "99999999"], log=log)
+try:
+    failing.start()
+    failing.wait_ready(timeout_s=240)
+except ServerError:
+    print(*(line[:110] for line in log.read_text().splitlines()[-3:]), sep="\n")
+finally:
+    failing.stop()
+
+# %% [markdown]
+# ## The cause, and the remedy
+#
+# The doctor reads the whole log, of all processes, and tells what came first from what only followed.
+
+# %% tags=["nbval-check-output"]
+from glm5lab.serving.doctor import examine
+
+found = examine([str(log)])
+print(found.verdict, "|", found.layer, "|", found.stage)
+print("cause:", found.cause.partition(":")[0])
+
+# %%
+from glm5lab.views.doctor import doctor_text
+
+print(doctor_text(found, width=110).replace(str(source.folder), "FOLDER"))
+
+# %% [markdown]
+# ## A start that works
+#
+# A free port on 127.0.0.1; options go on to vLLM as they are. vLLM's output goes to a log file. If the server cannot start,
+# `wait_ready` raises with the doctor's verdict.
+
+# %%
+server = Server.of_file(source.file, options=options, log=source.folder / "server.log")
 server.start()
 print(f"ready after {server.wait_ready(timeout_s=240):.0f} s")
 
@@ -60,31 +86,35 @@ print("models:", client.models())
 print("the engine names TRITON_MLA_SPARSE:", server.backend is not None)
 
 # %% [markdown]
-# ## A completion, and a chat
+# ## The proof: it answers
 #
-# The sample's weights are random, so the answers say nothing sensible; that they come is the point.
+# A completion, and a chat that comes piece by piece while it is generated. The sample's weights are random, so the answers say
+# nothing sensible; that they come is the point.
 
 # %%
+from glm5lab.views.live_server import Meter
+
 settings = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
-completion = client.completion("GLM-5 is", **settings)
 question = [{"role": "user", "content": "Which layers does a served GLM-5 have?"}]
-chat = client.chat(question, **settings)
+with Meter(client) as meter:
+    completion = client.completion("GLM-5 is", **settings)
+    pieces = list(client.stream_chat(question, **settings))
 print("completion:", repr(completion))
-print("chat:      ", repr(chat))
+print("chat:      ", repr("".join(pieces)))
 
 # %% tags=["nbval-check-output"]
 print("the completion has text:", len(completion) > 0)
-print("the chat has text:", len(chat) > 0)
+print("the chat came in more than one piece:", len(pieces) > 1)
+print("together they are text:", len("".join(pieces)) > 0)
 
 # %% [markdown]
-# ## A streamed chat
-#
-# The answer comes piece by piece while it is generated.
+# In JupyterLab the next cell is a chat box; below the answer stand the time to its first piece and what the engine has counted. Saved,
+# it is the engine's counters over the two requests above.
 
-# %% tags=["nbval-check-output"]
-pieces = list(client.stream_chat(question, **settings))
-print("more than one piece:", len(pieces) > 1)
-print("together they are text:", len("".join(pieces)) > 0)
+# %% tags=["figure"]
+from glm5lab.views.live_server import chat_explorer
+
+chat_explorer(client, meter.samples, **settings)
 
 # %% [markdown]
 # ## A mistake is answered in words
@@ -103,14 +133,29 @@ print("still healthy:", client.healthy())
 # %% [markdown]
 # ## Stop
 #
-# First SIGINT, as Ctrl-C; whatever does not end by itself is ended. Nothing of the server's process group is left.
+# First SIGINT, as Ctrl-C; whatever does not end by itself is ended. Nothing of the server's process group is left. In JupyterLab the
+# server goes on for the chat box: `stop_server()` in a cell of its own ends it, and so does shutting down the kernel.
 
 # %% tags=["nbval-check-output"]
 from glm5lab.serving.leash import members
+from glm5lab.views.live import is_live
 
-running = len(members(server.group))
-server.stop()
-print("processes while it ran: more than one:", running > 1)
-print("processes left:", len(members(server.group)))
-print("healthy:", client.healthy())
-workspace.cleanup()
+
+def stop_server():
+    running = len(members(server.group))
+    server.stop()
+    print("processes while it ran: more than one:", running > 1)
+    print("processes left:", len(members(server.group)))
+    print("healthy:", client.healthy())
+
+
+if not is_live():
+    stop_server()
+
+# %% [markdown]
+# ## With your own file
+#
+# `glm5lab serve FILE` plans, starts and watches it; `glm5lab bench server URL` measures it with vLLM's own benchmark.
+
+# %%
+source.close()
