@@ -152,6 +152,10 @@ class Lab:
             ".reduce((sum, cell) => sum + cell.offsetHeight + 12, 200)"
         )
         self.page.set_viewport_size({"width": 1280, "height": min(int(height), 12000)})
+        self.page.evaluate(
+            "for (const e of document.querySelectorAll('.jp-WindowedPanel-outer, .jp-Notebook'))"
+            " e.scrollTop = 0"
+        )
         self.page.wait_for_timeout(800)
         self.page.screenshot(path=path)
 

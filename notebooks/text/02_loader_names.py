@@ -58,9 +58,10 @@ for name in ("self_attn.kv_b_proj.weight", "mlp.experts.0.up_proj.weight"):
 
 # %% tags=["nbval-check-output"]
 projections = [name for name in twin if name.endswith("indexer.weights_proj.weight")]
-for name in projections[:2]:
-    print(name.replace("weight", "qweight"))
-print(f"{len(projections)} of {len(projections)} layers lose their head weights")
+replaced = [name.replace("weight", "qweight") for name in projections]
+lost = [name for name in replaced if "weights_proj" not in name.split(".")]
+print(*replaced[:2], sep="\n")
+print(f"{len(lost)} of {len(projections)} layers lose their head weights")
 
 # %% [markdown]
 # ## The cause, and the remedy
