@@ -18,7 +18,12 @@ class Engine:
 
     def __call__(self, request):
         if request.path == "/metrics":
-            request.say(f'vllm:generation_tokens_total{{engine="0"}} {float(self.tokens)}\n')
+            request.say(
+                f'vllm:generation_tokens_total{{engine="0"}} {float(self.tokens)}\n'
+                'vllm:prompt_tokens_total{engine="0"} 100.0\n'
+                'vllm:prompt_tokens_created{engine="0"} 1.7e9\n'
+                'vllm:iteration_tokens_total_bucket{engine="0",le="8.0"} 55.0\n'
+            )
             return
         self.asked.append(request.body())
         if self.refuse:
@@ -55,7 +60,7 @@ def test_a_chat_streams_in_and_is_remembered():
         assert "Hello &amp; welcome" in talk.value
         assert (line.value, send.disabled) == ("", False)
         assert "3 pieces in" in speed.value
-        assert "the engine has counted 3 tokens" in speed.value
+        assert "the engine has counted 103 tokens in all" in speed.value
         line.value = "again"
         send.click()
     assert engine.asked[0]["max_tokens"] == 5
@@ -89,8 +94,8 @@ def test_the_meter_samples_what_the_engine_counts():
     engine = Engine()
     with openai(engine) as url, Meter(Client(url), every_s=0.01) as meter:
         list(Client(url).stream_chat([{"role": "user", "content": "x"}]))
-    assert meter.samples[0][1] == 0
-    assert meter.samples[-1][1] == 3
+    assert meter.samples[0][1] == 100
+    assert meter.samples[-1][1] == 103
     assert [t for t, _ in meter.samples] == sorted(t for t, _ in meter.samples)
     figure = meter_figure([(0.0, 10.0), (0.5, 12.0)])
     assert figure.data[0].y == (0.0, 2.0)

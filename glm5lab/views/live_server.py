@@ -8,7 +8,6 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from glm5lab.serving.client import Client, ClientError
-from glm5lab.serving.watch import counters
 from glm5lab.views.live import show
 
 if TYPE_CHECKING:
@@ -16,7 +15,18 @@ if TYPE_CHECKING:
 
 Sample = tuple[float, float]  # seconds since the first, tokens processed
 EVERY_S = 0.25
+COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 PERSON, MODEL = "#0072B2", "#009E73"
+
+
+def tokens(client: Client) -> float | None:
+    """Prompt and output tokens that the engine has counted; None where it does not say."""
+    try:
+        lines = client.text("/metrics").splitlines()
+    except ClientError:
+        return None
+    found = [line.rpartition(" ")[2] for line in lines if line.startswith(COUNTERS)]
+    return sum(map(float, found)) if found else None
 
 
 class Meter:
@@ -48,9 +58,9 @@ class Meter:
         self._sample()
 
     def _sample(self) -> None:
-        found = counters(self.client)
-        if found:
-            self.samples.append((time.monotonic() - self._began, sum(found)))
+        found = tokens(self.client)
+        if found is not None:
+            self.samples.append((time.monotonic() - self._began, found))
 
     def _run(self) -> None:
         while not self._end.wait(self.every_s):
@@ -147,10 +157,11 @@ class ChatBox:
         took = time.monotonic() - began
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
         self._show()
-        count = sum(counters(self.client))
+        count = tokens(self.client)
+        counted = "" if count is None else f"; the engine has counted {count:,.0f} tokens in all"
         self._speed.value = (
-            f"first piece after {first * 1000:.0f} ms, {len(pieces)} pieces in {took:.1f} s; "
-            f"the engine has counted {count:,.0f} tokens"
+            f"first piece after {first * 1000:.0f} ms, {len(pieces)} pieces in {took:.1f} s"
+            f"{counted}"
         )
 
     def _show(self, answer: str | None = None) -> None:
