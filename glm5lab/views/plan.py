@@ -22,13 +22,9 @@ STAGE_ROWS = (
     *("a rank of", "layers", "of these with an indexer"),
     *("weights, quantized", "weights, plain", "workspace (estimate)", "left for the cache"),
 )
-FP8_ROWS = (
-    "fp8_ds_mla rows need an attention backend that takes them; this version's TRITON_MLA_SPARSE "
-    "keeps bf16 rows only"
-)
 CONTEXT_RANKS = (
-    "dcp needs an attention backend with context parallelism; this version's TRITON_MLA_SPARSE "
-    "has none"
+    "dcp needs an attention backend with context parallelism; TRITON_MLA_SPARSE declares it, but "
+    "has not been run with it on GPUs yet"
 )
 
 
@@ -44,7 +40,7 @@ def make_checked_plan(model: GgufModel, gpus: int, gpu_memory: float, **options:
 
 def plan_notes(model: GgufModel, plan: Plan) -> list[str]:
     """What the sums do not say: limits of this version, oddities of the file."""
-    found = [*notes(model), *dequantized_types(model, plan.config), FP8_ROWS]
+    found = [*notes(model), *dequantized_types(model, plan.config)]
     return found + ([CONTEXT_RANKS] if plan.best.dcp > 1 else [])
 
 
