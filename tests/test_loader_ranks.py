@@ -94,8 +94,10 @@ def wide_sample(folder: Path, types: str) -> Path:
 def test_whole_experts_a_rank(tmp_path):
     # Expert parallel takes blocks on a CPU too: vLLM's own experts there know nothing of it.
     file = wide_sample(tmp_path, "mix")
-    blocks = {"quantization": "glm5lab", "dtype": "float32"}
-    ranks = [loaded(file, tp=2, rank=rank, ep=1, **blocks) for rank in range(2)]
+    ranks = [
+        loaded(file, tp=2, rank=rank, ep=1, quantization="glm5lab", dtype="float32")
+        for rank in range(2)
+    ]
     for number, rank in enumerate(ranks):
         assert rank["different"] == []
         assert rank["boxes"]["blk.1.ffn_down_exps.weight"] == [
