@@ -125,6 +125,7 @@ def test_full_disk_clients_that_leave_and_a_killed_worker(sample_f32, tmp_path):
         assert "the log is not complete: No space left on device" in server.text()
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_found_and_ended(sample_f32):
     run(sample_f32, Fault(STOP, "engine", "idle", 0.0))
 

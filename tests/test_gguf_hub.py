@@ -253,8 +253,7 @@ def test_commands_read_urls(repository, arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "hf://o/r/Q4"])
     out, err = capsys.readouterr()
-    # The sample's types are for the CPU: on a GPU gate and up experts have to agree.
-    assert (ended.value.code, err) == (int(arguments[0] == "plan"), "")
+    assert (ended.value.code, err) == (0, "")
     assert ("tokens" if arguments[0] == "plan" else "ffn_down_exps") in out
 
 
