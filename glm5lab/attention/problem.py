@@ -6,9 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from glm5lab.attention.tiles import Tile
+
 # Kernels exponentiate by exp2; the LSE they return is a natural logarithm.
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
+# Arguments of the attend kernels whose value compiles nothing new.
+RUNTIME = ["heads", "top_k", "slots", "page_size", "part", "parts", "stride_it"]
+ANYWHERE = ["lengths_ptr"]  # a part of a batch's lengths may begin at any address
 # Elements from head to head from which offsets of 128 heads exceed int32.
 FAR = 1 << 24
 
@@ -134,6 +139,45 @@ class Parts:
         """Launch options of the kernels that compute the parts."""
         return {"launch_pdl": True} if self.early else {}
 
+    def grid(self, problem: Problem, tile: Tile) -> tuple[int, int, int]:
+        """Programs of an attend kernel: tokens, blocks of heads, parts."""
+        return problem.tokens, triton.cdiv(problem.heads, tile.heads), self.count
+
+    def arguments(self, problem: Problem, *row_strides: int) -> tuple[torch.Tensor | float, ...]:
+        """What every attend kernel takes behind its queries and rows, in the kernels' order.
+
+        Args:
+            problem: checked arguments.
+            row_strides: of pages, and of rows where the kernel takes it, in the kernel's unit.
+        """
+        q, indices = problem.q, problem.indices
+        return (
+            indices,
+            indices if problem.lengths is None else problem.lengths,
+            self.out,
+            self.lse,
+            problem.scale * LOG2E,
+            problem.heads,
+            problem.top_k,
+            problem.slots,
+            problem.pages.shape[1],
+            self.places,
+            self.count,
+            q.stride(0),
+            q.stride(1),
+            *row_strides,
+            indices.stride(0),
+            *self.strides,
+        )
+
+    def constants(self, problem: Problem) -> dict[str, bool]:
+        """The constexpr arguments that every attend kernel has."""
+        return {
+            "PAGED": problem.paged,
+            "HAS_LENGTHS": problem.lengths is not None,
+            "EARLY": self.early,
+        }
+
 
 @dataclass(frozen=True)
 class Lists:
@@ -150,3 +194,35 @@ class Lists:
     members: torch.Tensor
     counts: torch.Tensor
     group: int
+
+    def arguments(
+        self, problem: Problem, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor | float, ...]:
+        """What both kernels over shared rows take, in their order.
+
+        Args:
+            problem: checked arguments.
+            out: [T, H, d_v], written.
+            lse: [T, H] float32, written.
+        """
+        q, pages = problem.q, problem.pages
+        return (
+            q,
+            pages,
+            self.slots,
+            self.members,
+            self.counts,
+            out,
+            lse,
+            problem.scale * LOG2E,
+            problem.tokens,
+            problem.heads,
+            pages.shape[1],
+            self.slots.shape[1],
+            q.stride(0),
+            q.stride(1),
+            problem.page_stride,
+            pages.stride(1),
+            out.stride(0),
+            out.stride(1),
+        )

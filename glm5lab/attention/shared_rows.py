@@ -15,7 +15,7 @@ import triton.language as tl
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.arguments import on_device_of
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.problem import LN2, LOG2E, Lists, Problem
+from glm5lab.attention.problem import LN2, Lists, Problem
 from glm5lab.attention.shared_rows_hopper import PAIRS, attend_hopper, fits_hopper
 from glm5lab.attention.shared_rows_union import MAX_GROUP, list_unions
 from glm5lab.attention.sparse_mla import checked_problem
@@ -187,27 +187,9 @@ def launch_shared(
 def _attend_shared(
     problem: Problem, lists: Lists, out: torch.Tensor, lse: torch.Tensor, tile: Tile
 ) -> None:
-    q, pages = problem.q, problem.pages
     blocks = triton.cdiv(lists.group * problem.heads, tile.heads)
     _attend_shared_kernel[(len(lists.counts), blocks)](
-        q,
-        pages,
-        lists.slots,
-        lists.members,
-        lists.counts,
-        out,
-        lse,
-        problem.scale * LOG2E,
-        problem.tokens,
-        problem.heads,
-        pages.shape[1],
-        lists.slots.shape[1],
-        q.stride(0),
-        q.stride(1),
-        problem.page_stride,
-        pages.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *lists.arguments(problem, out, lse),
         D_V=problem.d_v,
         D_ROPE=problem.rope,
         GROUP=lists.group,
@@ -217,7 +199,7 @@ def _attend_shared(
         BLOCK_K=tile.rows,
         STAGES=tile.stages,
         PAGED=problem.paged,
-        DOT_FP32=triton_interpreted() or q.dtype == torch.float32,
+        DOT_FP32=triton_interpreted() or problem.q.dtype == torch.float32,
         num_warps=tile.warps,
         **tile.options,
     )

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.problem import LN2, LOG2E, Lists, Problem
+from glm5lab.attention.problem import LN2, Lists, Problem
 from glm5lab.attention.tiles import Device
 
 PAIRS = 64  # rows of a wgmma
@@ -202,27 +202,9 @@ def attend_hopper(problem: Problem, lists: Lists, out: torch.Tensor, lse: torch.
         out: [T, H, 512], written.
         lse: [T, H] float32, written.
     """
-    q, pages = problem.q, problem.pages
     grid = (len(lists.counts), triton.cdiv(lists.group * problem.heads, PAIRS))
     _attend_hopper_kernel[grid](
-        q,
-        pages,
-        lists.slots,
-        lists.members,
-        lists.counts,
-        out,
-        lse,
-        problem.scale * LOG2E,
-        problem.tokens,
-        problem.heads,
-        pages.shape[1],
-        lists.slots.shape[1],
-        q.stride(0),
-        q.stride(1),
-        problem.page_stride,
-        pages.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *lists.arguments(problem, out, lse),
         D_V=problem.d_v,
         D_ROPE=problem.rope,
         GROUP=lists.group,

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.arguments import check_kernels_run_on, on_device_of
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.problem import FAR, LN2, LOG2E, Parts, Problem
+from glm5lab.attention.problem import ANYWHERE, FAR, LN2, RUNTIME, Parts, Problem
 from glm5lab.attention.reference import check_sparse_mla_arguments
 from glm5lab.attention.sparse_mla_fp8 import attend_fp8
 from glm5lab.attention.tiles import (
@@ -39,18 +39,7 @@ MAX_D_V, MAX_ROPE = 512, 64
 HOPPER_FP8 = os.environ.get("GLM5LAB_HOPPER_FP8", "0") == "1"
 
 
-@triton.jit(
-    do_not_specialize=[
-        "heads",
-        "top_k",
-        "slots",
-        "page_size",
-        "part",
-        "parts",
-        "stride_it",
-    ],
-    do_not_specialize_on_alignment=["lengths_ptr"],
-)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=ANYWHERE)
 def _attend_kernel(
     q_ptr,
     kv_ptr,
@@ -376,28 +365,11 @@ def _merge(problem: Problem, split: Parts, out: torch.Tensor, lse: torch.Tensor)
 
 
 def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
-    q, pages, indices = problem.q, problem.pages, problem.indices
-    grid = (problem.tokens, triton.cdiv(problem.heads, tile.heads), parts.count)
-    _attend_kernel[grid](
+    q, pages = problem.q, problem.pages
+    _attend_kernel[parts.grid(problem, tile)](
         q,
         pages,
-        indices,
-        indices if problem.lengths is None else problem.lengths,
-        parts.out,
-        parts.lse,
-        problem.scale * LOG2E,
-        problem.heads,
-        problem.top_k,
-        problem.slots,
-        pages.shape[1],
-        parts.places,
-        parts.count,
-        q.stride(0),
-        q.stride(1),
-        problem.page_stride,
-        pages.stride(1),
-        indices.stride(0),
-        *parts.strides,
+        *parts.arguments(problem, problem.page_stride, pages.stride(1)),
         D_V=problem.d_v,
         D_ROPE=problem.rope,
         BLOCK_H=tile.heads,
@@ -405,9 +377,7 @@ def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
         BLOCK_R=problem.block_r,
         BLOCK_K=tile.rows,
         STAGES=tile.stages,
-        PAGED=problem.paged,
-        HAS_LENGTHS=problem.lengths is not None,
-        EARLY=parts.early,
+        **parts.constants(problem),
         # Triton's interpreter multiplies bfloat16 wrongly, and its dot accumulates in fp32 anyway.
         DOT_FP32=triton_interpreted() or q.dtype == torch.float32,
         num_warps=tile.warps,

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.problem import LN2, LOG2E, Parts, Problem
+from glm5lab.attention.problem import ANYWHERE, LN2, RUNTIME, Parts, Problem
 from glm5lab.attention.reference import FP8_ROW_BYTES
 from glm5lab.attention.tiles import Device, Tile, device_of, sparse_mla_tiles
 
@@ -75,19 +75,7 @@ def _halves(b_word, ROWS: tl.constexpr, HOW: tl.constexpr):
     return tl.reshape(tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)), [4, ROWS, 128])
 
 
-@triton.jit(
-    do_not_specialize=[
-        "heads",
-        "top_k",
-        "slots",
-        "page_size",
-        "part",
-        "parts",
-        "stride_page",
-        "stride_it",
-    ],
-    do_not_specialize_on_alignment=["lengths_ptr"],
-)
+@triton.jit(do_not_specialize=[*RUNTIME, "stride_page"], do_not_specialize_on_alignment=ANYWHERE)
 def _attend_fp8_kernel(
     q_ptr,
     word_ptr,
@@ -218,7 +206,7 @@ def attend_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
     Raises:
         ValueError: rows or pages are not aligned to 16 bytes.
     """
-    q, pages, indices = problem.q, problem.pages, problem.indices
+    q, pages = problem.q, problem.pages
     if pages.stride(1) != FP8_ROW_BYTES or pages.stride(0) % 16 or pages.data_ptr() % 16:
         raise ValueError(
             "kv: expected fp8_ds_mla rows next to each other and pages aligned to 16 bytes, got "
@@ -228,34 +216,16 @@ def attend_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
     how = BY_TRITON
     if not interpreted:
         how = BY_INSTRUCTION if device_of(q.device.index or 0).converts_fp8 else BY_BITS
-    grid = (problem.tokens, triton.cdiv(problem.heads, tile.heads), parts.count)
-    _attend_fp8_kernel[grid](
+    _attend_fp8_kernel[parts.grid(problem, tile)](
         q,
         pages.view(torch.int32),
         pages.view(torch.float32),
         pages.view(torch.bfloat16),
-        indices,
-        indices if problem.lengths is None else problem.lengths,
-        parts.out,
-        parts.lse,
-        problem.scale * LOG2E,
-        problem.heads,
-        problem.top_k,
-        problem.slots,
-        pages.shape[1],
-        parts.places,
-        parts.count,
-        q.stride(0),
-        q.stride(1),
-        problem.page_stride // 16,
-        indices.stride(0),
-        *parts.strides,
+        *parts.arguments(problem, problem.page_stride // 16),
         BLOCK_H=tile.heads,
         BLOCK_K=tile.rows,
         STAGES=tile.stages,
-        PAGED=problem.paged,
-        HAS_LENGTHS=problem.lengths is not None,
-        EARLY=parts.early,
+        **parts.constants(problem),
         HOW=how,
         DOT_FP32=interpreted,
         num_warps=tile.warps,

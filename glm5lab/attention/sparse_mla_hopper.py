@@ -13,7 +13,6 @@ data/measurements/sparse_mla_64_heads_designs.json).
 
 from itertools import product
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.problem import LOG2E, Parts, Problem
+from glm5lab.attention.problem import ANYWHERE, LN2, RUNTIME, Parts, Problem
 from glm5lab.attention.tiles import Device, Tile, sparse_mla_tiles
 
 HEADS = gl.constexpr(64)  # heads a program: the rows of one wgmma
@@ -36,7 +35,6 @@ CHUNK = gl.constexpr(64)  # columns of one copy: 128 bytes a row, the width of t
 HALF = gl.constexpr(256)
 STAGES = gl.constexpr(2)
 GATHER_WARPS = gl.constexpr(4)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -224,18 +222,8 @@ def _attend(
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "heads",
-        "top_k",
-        "slots",
-        "page_size",
-        "part",
-        "parts",
-        "stride_page",
-        "stride_row",
-        "stride_it",
-    ],
-    do_not_specialize_on_alignment=["lengths_ptr"],
+    do_not_specialize=[*RUNTIME, "stride_page", "stride_row"],
+    do_not_specialize_on_alignment=ANYWHERE,
 )
 def _attend_64_kernel(
     q_ptr,
@@ -314,32 +302,13 @@ _GATHER_REGISTERS = 40
 
 def attend_hopper(problem: Problem, parts: Parts, tile: Tile) -> None:
     """Launch the kernel. The problem is one that `Problem.copies_whole_chunks`."""
-    q, pages, indices = problem.q, problem.pages, problem.indices
-    grid = (problem.tokens, triton.cdiv(problem.heads, tile.heads), parts.count)
-    _attend_64_kernel[grid](
+    q, pages = problem.q, problem.pages
+    _attend_64_kernel[parts.grid(problem, tile)](
         q,
         pages,
-        indices,
-        indices if problem.lengths is None else problem.lengths,
-        parts.out,
-        parts.lse,
-        problem.scale * LOG2E,
-        problem.heads,
-        problem.top_k,
-        problem.slots,
-        pages.shape[1],
-        parts.places,
-        parts.count,
-        q.stride(0),
-        q.stride(1),
-        problem.page_stride // 8,
-        pages.stride(1) // 8,
-        indices.stride(0),
-        *parts.strides,
+        *parts.arguments(problem, problem.page_stride // 8, pages.stride(1) // 8),
         D_ROPE=problem.rope,
-        PAGED=problem.paged,
-        HAS_LENGTHS=problem.lengths is not None,
-        EARLY=parts.early,
+        **parts.constants(problem),
         GATHER_REGISTERS=_GATHER_REGISTERS,
         num_warps=tile.warps,
         **parts.options,

@@ -11,7 +11,6 @@ More heads: as in `sparse_mla_hopper`.
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,12 +23,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.hopper_fp8_rows import TINY, gather_fp8, store_queries
-from glm5lab.attention.problem import LOG2E, Parts, Problem
+from glm5lab.attention.problem import ANYWHERE, LN2, RUNTIME, Parts, Problem
 from glm5lab.attention.sparse_mla_hopper import (
     BLOCK_K,
     CHUNK,
     D_V,
-    LN2,
     STAGES,
     load_slots,
     store_64,
@@ -192,19 +190,7 @@ def _attend_64(
     store_64(b_acc, b_max, b_sum, unit, p_out, stride_oh, p_lse, heads, s_layout, o_layout)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "heads",
-        "top_k",
-        "slots",
-        "page_size",
-        "part",
-        "parts",
-        "stride_page",
-        "stride_it",
-    ],
-    do_not_specialize_on_alignment=["lengths_ptr"],
-)
+@gluon.jit(do_not_specialize=[*RUNTIME, "stride_page"], do_not_specialize_on_alignment=ANYWHERE)
 def _attend_hopper_fp8_kernel(
     q_ptr,
     word_ptr,
@@ -294,33 +280,15 @@ def attend_hopper_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
 
     Head strides of q and out are below `problem.FAR`: int64 offsets would spill registers.
     """
-    q, pages, indices = problem.q, problem.pages, problem.indices
-    grid = (problem.tokens, triton.cdiv(problem.heads, tile.heads), parts.count)
-    _attend_hopper_fp8_kernel[grid](
+    q, pages = problem.q, problem.pages
+    _attend_hopper_fp8_kernel[parts.grid(problem, tile)](
         q,
         pages.view(torch.int32),
         pages.view(torch.float32),
         pages.view(torch.bfloat16),
-        indices,
-        indices if problem.lengths is None else problem.lengths,
-        parts.out,
-        parts.lse,
-        problem.scale * LOG2E,
-        problem.heads,
-        problem.top_k,
-        problem.slots,
-        pages.shape[1],
-        parts.places,
-        parts.count,
-        q.stride(0),
-        q.stride(1),
-        problem.page_stride // 16,
-        indices.stride(0),
-        *parts.strides,
+        *parts.arguments(problem, problem.page_stride // 16),
         HEADS=tile.heads,
-        PAGED=problem.paged,
-        HAS_LENGTHS=problem.lengths is not None,
-        EARLY=parts.early,
+        **parts.constants(problem),
         REGISTERS=_registers(tile),
         num_warps=tile.warps,
         **parts.options,
