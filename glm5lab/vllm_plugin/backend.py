@@ -19,6 +19,13 @@ PAGE_SIZE = 64
 FP8_NAMES = ("fp8", "fp8_e4m3")
 
 
+def refuse_unsupported(**features: object) -> None:
+    """Raise NotImplementedError naming the first feature of attention that a model asks for."""
+    for name, value in features.items():
+        if value:
+            raise NotImplementedError(f"{name}: {BACKEND} does not support it (got {value})")
+
+
 class TritonMLASparseBackend(AttentionBackend):
     """Sparse MLA over rows in the model's own dtype, or as fp8_ds_mla."""
 

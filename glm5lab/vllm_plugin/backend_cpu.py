@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 from glm5lab.attention import implementation, implementation_name, store_implementation
 from glm5lab.attention.reference import slots_of
 from glm5lab.vllm_plugin import BACKEND
+from glm5lab.vllm_plugin.backend import refuse_unsupported
 
 logger = init_logger("vllm.glm5lab")
 
@@ -101,14 +102,11 @@ class TritonMLASparseCpuImpl(MLAAttentionImpl[TritonMLASparseCpuMetadata], Share
         indexer: object | None = None,
         **mla_arguments: Any,
     ) -> None:
-        unsupported = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-        }
-        for name, value in unsupported.items():
-            if value:
-                raise NotImplementedError(f"{name}: {BACKEND} does not support it (got {value})")
+        refuse_unsupported(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+        )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
 from glm5lab.attention.sparse_mla import sparse_mla
-from glm5lab.vllm_plugin import BACKEND
+from glm5lab.vllm_plugin.backend import refuse_unsupported
 
 # Queries up to this long take the sparse kernel even where dense attention could serve them; the
 # bound that vLLM's own sparse backends use for few heads.
@@ -92,14 +92,11 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_arguments: Any,
     ) -> None:
-        unsupported = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-        }
-        for name, value in unsupported.items():
-            if value:
-                raise NotImplementedError(f"{name}: {BACKEND} does not support it (got {value})")
+        refuse_unsupported(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+        )
         super().__init__(
             num_heads,
             head_size,
