@@ -17,8 +17,13 @@ from glm5lab.vllm_plugin import cuda_patches, patches
 
 def run_pretended(capability, code, **env):
     """The JSON that the code prints last; it may use json, cuda_patches and patches."""
+    return printed_last(["-c", SET_UP.format(capability=capability) + code], **env)
+
+
+def printed_last(arguments, **env):
+    """The JSON that a Python child prints last."""
     child = subprocess.run(
-        [sys.executable, "-c", SET_UP.format(capability=capability) + code],
+        [sys.executable, *arguments],
         env=os.environ | env,
         capture_output=True,
         text=True,

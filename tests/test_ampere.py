@@ -151,10 +151,10 @@ def test_index_queries_and_weights(interleaved):
     assert values.dtype == torch.float8_e4m3fn
 
 
-def ask_without_indexer(x, quantize_mqa):
+def ask_without_index_query(x, **options):
     q, one = x["q_pe"], torch.ones(1)
     given = (x["positions"], q, x["cos_sin"], None, None, q, one, None, 0.0, 0.0)
-    return ampere.query(*given, has_indexer=False, quantize_mqa=quantize_mqa)
+    return ampere.query(*given, **options)
 
 
 def test_a_layer_that_reuses_a_selection_leaves_it_and_its_keys_alone():
@@ -164,19 +164,7 @@ def test_a_layer_that_reuses_a_selection_leaves_it_and_its_keys_alone():
     before = top_k.clone()
     call_norm_rope(ampere.norm_rope, x, cache, None, top_k, True, has_indexer=False)
     assert torch.equal(top_k, before)
-    ask = (
-        x["positions"],
-        x["q_pe"],
-        x["cos_sin"],
-        None,
-        None,
-        x["q_pe"],
-        torch.ones(1),
-        None,
-        0,
-        0,
-    )
-    assert ampere.query(*ask, has_indexer=False, quantize_mqa=False)[:2] == (None, None)
+    assert ask_without_index_query(x, has_indexer=False, quantize_mqa=False)[:2] == (None, None)
 
 
 def test_plain_fp8_is_refused():
@@ -184,20 +172,8 @@ def test_plain_fp8_is_refused():
     cache = torch.zeros(2, 64, 576, dtype=torch.uint8)
     with pytest.raises(ValueError, match="mla_kv_cache_dtype: expected fp8_ds_mla or 16 bits"):
         call_norm_rope(ampere.norm_rope, x, cache, None, None, True, mla_kv_cache_dtype="fp8")
-    ask = (
-        x["positions"],
-        x["q_pe"],
-        x["cos_sin"],
-        None,
-        None,
-        x["q_pe"],
-        torch.ones(1),
-        None,
-        0,
-        0,
-    )
     with pytest.raises(ValueError, match="quantize_mqa: expected False"):
-        ampere.query(*ask)
+        ask_without_index_query(x)
 
 
 @pytest.mark.gpu

@@ -3,12 +3,11 @@
 A child process pretends to be a CUDA platform of each compute capability; see pretend_cuda.
 """
 
-import json
-import os
 import subprocess
 import sys
 
 import pytest
+from pretended import printed_last
 
 from glm5lab.vllm_plugin.selection import why_chosen
 
@@ -17,16 +16,7 @@ OURS = "TRITON_MLA_SPARSE"
 
 
 def ask(*capabilities, **env):
-    child = subprocess.run(
-        [sys.executable, "-m", "glm5lab.vllm_plugin.pretend_cuda", *capabilities],
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout.strip().splitlines()[-1])
+    return printed_last(["-m", "glm5lab.vllm_plugin.pretend_cuda", *capabilities], **env)
 
 
 @pytest.fixture(scope="module")
