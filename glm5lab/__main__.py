@@ -18,6 +18,17 @@ import typer
 from glm5lab import __version__, backend_commands, bench_commands, serve_command
 from glm5lab.errors import CheckError, Glm5labError, printable
 from glm5lab.json_output import json_text, require_writable, write_json
+from glm5lab.options import (
+    Context,
+    ContextRanks,
+    GgufFile,
+    GgufName,
+    JsonOut,
+    Stages,
+    TensorRanks,
+    counts,
+    not_empty,
+)
 
 # typer's own click, which it does not export: what all mistyped commands end in.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -35,48 +46,11 @@ app.add_typer(bench_commands.app)
 app.add_typer(backend_commands.app)
 
 
-def _not_empty(file: str | None) -> str | None:
-    """An empty name, as of a variable that is not set, would mean the folder one is in."""
-    if file == "":
-        raise typer.BadParameter("the name is empty; `.` is the current folder")
-    return file
-
-
-# Text, not paths: a path would make https:/ of https://.
-GgufFile = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE",
-        help="A GGUF file, any shard of a set, or its folder.",
-        callback=_not_empty,
-    ),
-]
-GgufName = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE",
-        help="A GGUF file, any shard of a set, its folder, or its URL (https://, hf://OWNER/REPO).",
-        callback=_not_empty,
-    ),
-]
-
-
 class Referee(StrEnum):
     """Who the engine is compared with."""
 
     HF = "hf"
     LLAMA_CPP = "llama.cpp"
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    """Parse "8,16,40"; typer reports the error."""
-    try:
-        lengths = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: write token counts such as 8,16,40,200") from None
-    if min(lengths) < 1:
-        raise typer.BadParameter(f"{text!r}: a prompt has at least 1 token")
-    return lengths
 
 
 def _show_version(wanted: bool) -> None:
@@ -169,12 +143,10 @@ def plan(
     file: GgufName,
     gpus: Annotated[int, typer.Option(help="Number of GPUs.", min=1)],
     gpu_memory: Annotated[float, typer.Option(metavar="GiB", help="Memory of one GPU.")],
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", min=1)] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages.", min=1)] = None,
-    dcp: Annotated[int | None, typer.Option(help="Context-parallel ranks.", min=1)] = None,
-    context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Length of one request.", min=1)
-    ] = None,
+    tp: TensorRanks = None,
+    pp: Stages = None,
+    dcp: ContextRanks = None,
+    context: Context = None,
     kv_dtype: Annotated[
         Literal["auto", "bf16", "fp8_ds_mla"], typer.Option(help="Rows of the cache.")
     ] = "auto",
@@ -274,7 +246,7 @@ def check(
     ] = None,
 ) -> None:
     """Layer 4: the engine's log-probabilities against HF transformers and llama.cpp."""
-    lengths = _lengths(prompts)
+    lengths = counts(prompts, "token counts such as 8,16,40,200", "a prompt has at least 1 token")
     from glm5lab.check import run_check
     from glm5lab.loading.report import ask_for_report
 
@@ -310,7 +282,7 @@ def doctor(
 def demo(
     file: Annotated[
         str | None,
-        typer.Argument(metavar="[FILE]", help="Default: a tiny sample.", callback=_not_empty),
+        typer.Argument(metavar="[FILE]", help="Default: a tiny sample.", callback=not_empty),
     ] = None,
 ) -> None:
     """All layers on one file, ending with a served answer."""
@@ -327,9 +299,7 @@ def fuzz(
     jobs: Annotated[
         int | None, typer.Option(help="Processes. Default: one a core.", min=1, max=8)
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
-    ] = None,
+    out: JsonOut = None,
     case: Annotated[
         int | None, typer.Option(metavar="N", help="Write the files of one case to ./case-N.")
     ] = None,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from glm5lab.errors import CheckError
+from glm5lab.options import JsonOut
 
 app = typer.Typer(
     name="backends",
@@ -14,9 +15,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-Out = Annotated[
-    Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
-]
 Work = Annotated[
     Path, typer.Option(metavar="DIR", help="Where models, answers and logs of the engines go.")
 ]
@@ -35,7 +33,7 @@ def answers(
     at_once: Annotated[int, typer.Option(help="Engines side by side.", min=1)] = 4,
     timeout: Timeout = 300,
     work: Work = WORK,
-    out: Out = None,
+    out: JsonOut = None,
 ) -> None:
     """Tokens and log-probabilities of every feature, as far from vLLM's as those are apart."""
     from glm5lab.gpu_check.answers import check_answers
@@ -49,7 +47,7 @@ def speed(
     layers: Annotated[int, typer.Option(help="Decoder layers of the model.", min=2)] = 24,
     timeout: Timeout = 300,
     work: Work = WORK,
-    out: Out = None,
+    out: JsonOut = None,
 ) -> None:
     """Time a token at 1, 8 and 64 requests, and to the first token of 2,048 and 32,000."""
     from glm5lab.gpu_check.speed_cases import measure_speed
@@ -62,7 +60,7 @@ def soak(
     requests: Annotated[int, typer.Option(help="At least so many.", min=10)] = 1000,
     seconds: Annotated[float, typer.Option(help="At least so long.", min=0)] = 600,
     work: Work = WORK,
-    out: Out = None,
+    out: JsonOut = None,
 ) -> None:
     """Serve random requests with random aborts: no error, no wrong token, memory flat."""
     from glm5lab.gpu_check.cases import OURS, EngineCase

@@ -8,6 +8,7 @@ import typer
 
 from glm5lab.errors import CheckError, InputError
 from glm5lab.json_output import require_writable, write_json
+from glm5lab.options import JsonOut, counts
 
 app = typer.Typer(
     name="bench",
@@ -24,9 +25,7 @@ def _group() -> None:
 
 @app.command()
 def reader(
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
-    ] = None,
+    out: JsonOut = None,
     rounds: Annotated[int, typer.Option(help="Runs of each reader.", min=1)] = 3,
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Leave the files of GLM-5's size there.")
@@ -45,9 +44,7 @@ def reader(
 
 @app.command()
 def kernels(
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
-    ] = None,
+    out: JsonOut = None,
     arch: Annotated[
         str | None,
         typer.Option(metavar="SM", help="Our kernels alone, compiled as for sm120, say."),
@@ -64,25 +61,12 @@ def kernels(
 
 @app.command()
 def weights(
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
-    ] = None,
+    out: JsonOut = None,
 ) -> None:
     """Layer 4: products with GGUF blocks beside bf16, and loading them, on this GPU."""
     from glm5lab.kernel_bench.report import run_weights
 
     run_weights(out, typer.echo)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """Parse "1,4,16"; typer reports the error."""
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: write counts such as 1,4,16") from None
-    if min(counts) < 1:
-        raise typer.BadParameter(f"{text!r}: each count is at least 1")
-    return counts
 
 
 @app.command()
@@ -105,9 +89,7 @@ def server(
         str | None,
         typer.Option(envvar="VLLM_API_KEY", metavar="KEY", help="The server's.", show_envvar=True),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
-    ] = None,
+    out: JsonOut = None,
     chart: Annotated[Path | None, typer.Option(metavar="HTML", help="Draw them there.")] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
@@ -135,7 +117,11 @@ def server(
         if chart is not None:
             speed_figure(*results, names=[path.stem for path in compare]).write_html(chart)
         return
-    grid = Grid(str(url), _counts(concurrency), _counts(prompts), output, requests, api_key)
+    at_once, lengths = (
+        counts(text, "counts such as 1,4,16", "each count is at least 1")
+        for text in (concurrency, prompts)
+    )
+    grid = Grid(str(url), at_once, lengths, output, requests, api_key)
     typer.echo(bench_header())
     result = bench_server(grid, lambda row: typer.echo(bench_line(row)))
     write_json(out, result)
@@ -147,9 +133,7 @@ def server(
 
 @app.command()
 def doctor(
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures there too.")
-    ] = None,
+    out: JsonOut = None,
     size: Annotated[float, typer.Option(metavar="GB", help="Size of each log.", min=0.001)] = 1.0,
 ) -> None:
     """Layer 5: the doctor on large logs: seconds and memory."""

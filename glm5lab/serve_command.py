@@ -5,12 +5,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from glm5lab.options import Context, ContextRanks, GgufFile, Stages, TensorRanks
+
 
 def serve(
-    file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="A GGUF file, any shard of a set, or its folder."),
-    ],
+    file: GgufFile,
     vllm_options: Annotated[
         list[str] | None,
         typer.Argument(
@@ -43,12 +42,10 @@ def serve(
             help="Plan as if a GPU (without any: this machine) had so much memory.",
         ),
     ] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", min=1)] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages.", min=1)] = None,
-    dcp: Annotated[int | None, typer.Option(help="Context-parallel ranks.", min=1)] = None,
-    context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Length of one request.", min=1)
-    ] = None,
+    tp: TensorRanks = None,
+    pp: Stages = None,
+    dcp: ContextRanks = None,
+    context: Context = None,
     kv_dtype: Annotated[
         Literal["auto", "bf16", "fp8_ds_mla"], typer.Option(help="Rows of the cache, on GPUs.")
     ] = "auto",
@@ -95,8 +92,6 @@ def serve(
     from glm5lab.serving.serve import ServeOptions
     from glm5lab.serving.serve import serve as run_server
 
-    if not file:
-        raise typer.BadParameter("the name is empty; `.` is the current folder")
     ask_for_report(report)
     wanted = Wanted(
         gpus, gpu_memory, tp, pp, dcp, context, kv_dtype, nodes, tuple(vllm_options or ())
