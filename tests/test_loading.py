@@ -284,6 +284,9 @@ def test_the_report_has_a_name_for_every_rank(monkeypatch, tmp_path):
     report.ask_for_report(tmp_path / "r.json")
     assert os.environ[report.VARIABLE] == str(tmp_path / "r.json")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "r.json").write_text("of an earlier load")
+    report.ask_for_report(tmp_path / "r.json")
+    assert (tmp_path / "r.json").read_text() == "of an earlier load"
 
 
 def test_damage_is_named_with_its_place(tmp_path, sample_mix):

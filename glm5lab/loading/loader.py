@@ -20,6 +20,7 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.part_reader import PartReader
 from glm5lab.gguf.reader import GgufModel
+from glm5lab.json_output import write_json
 from glm5lab.loading.audit import Audit, not_taken, require_none
 from glm5lab.loading.destinations import Copy, copies
 from glm5lab.loading.mtp import is_mtp, mtp_mappings
@@ -28,7 +29,7 @@ from glm5lab.loading.prepare import open_prepared
 from glm5lab.loading.progress import Progress
 from glm5lab.loading.ranks import Ranks, ranks_of
 from glm5lab.loading.reconcile import require_complete
-from glm5lab.loading.report import report, report_path, write_report
+from glm5lab.loading.report import report, report_path
 from glm5lab.loading.streaming import Streamer
 
 logger: logging.Logger = init_logger("vllm.glm5lab")
@@ -160,7 +161,7 @@ class _Load:
             "bytes_read": progress.done,
             "seconds": round(progress.seconds, 3),
         }
-        write_report(path, report(audit, sizes, [m for m in mappings if m.dropped], totals))
+        write_json(path, report(audit, sizes, [m for m in mappings if m.dropped], totals))
 
 
 def under_first_names(

@@ -1,12 +1,11 @@
 """What a load did, as JSON: for each parameter its sources, types and bytes."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glm5lab.errors import InputError
+from glm5lab.json_output import require_writable
 from glm5lab.loading.audit import Audit
 from glm5lab.loading.names import NameMapping
 
@@ -35,8 +34,7 @@ def ask_for_report(path: Path | None) -> None:
     if path is None:
         return
     path = path.expanduser().absolute()
-    write_report(path, {})
-    path.unlink()  # ranks write theirs under names of their own
+    require_writable(path)  # ranks write theirs under names of their own
     os.environ[VARIABLE] = str(path)
 
 
@@ -76,13 +74,3 @@ def report(
     left_out = [{"tensor": m.gguf, "reason": m.dropped} for m in dropped]
     whole = {"parameter_bytes": sum(p["bytes"] for p in parameters)}
     return {**totals, **whole, "parameters": parameters, "dropped": left_out}
-
-
-def write_report(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a report; InputError where the file cannot be written."""
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            path, f"cannot be written: {error.strerror or error}", "name another file"
-        ) from error
