@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm5lab import __version__
-from glm5lab.env import find_gpus, report
+from glm5lab.env import report
 from glm5lab.errors import CheckError, InputError, printable
 from glm5lab.serving.bench_child import MARK, SMALLEST_ID
 from glm5lab.serving.client import Client, ClientError
@@ -185,10 +184,10 @@ def _vocabulary(root: str) -> int:
 def client_facts() -> dict[str, Any]:
     """The machine that measures: for a server on it, the one that serves."""
     found = report()
-    gpus = [{"name": gpu.name, "driver": gpu.driver} for gpu in find_gpus()]
+    gpus = [{"name": gpu["name"], "driver": gpu["driver"]} for gpu in found["gpus"]]
     names = ("torch", "triton", "transformers")
     versions = {name: found["packages"].get(name) for name in names}
-    versions |= {"glm5lab": __version__, "engine": found["engine"]}
+    versions |= {"glm5lab": found["glm5lab"], "engine": found["engine"]}
     return {"cpu": found["cpu"], "gpus": gpus, "versions": versions}
 
 

@@ -77,8 +77,10 @@ def serve(file: str | Path, options: ServeOptions) -> bool:
     # Other machines than the first bind nothing.
     answers = options.nodes.answers
     who = access(options.host, options.api_key, options.no_auth) if answers else Access(None)
-    plan = layout(open_for_serving(file), platform(), options.wanted)
-    if plan.platform != platform() and not options.dry_run:
+    model = open_for_serving(file)
+    here = platform()
+    plan = layout(model, here, options.wanted)
+    if plan.platform != here and not options.dry_run:
         raise InputError("--gpus", "no GPU is here to serve on", "add --dry-run, or leave it out")
     binds = answers and not options.dry_run
     port = usable_port(options.host, options.port) if binds else options.port
@@ -150,7 +152,6 @@ def run(file: str | Path, options: ServeOptions, plan: Layout, port: int, who: A
             ready = True
             where = f"machine {options.nodes.rank} runs; the endpoint is on {options.nodes.head}"
             print(f"{where}; Ctrl-C stops it", flush=True)
-            server.wait()
             raise server.failed("while it was serving")
     except KeyboardInterrupt:
         if folder is not None:

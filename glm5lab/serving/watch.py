@@ -17,21 +17,20 @@ MOST_CHECK_S = 30.0
 ANSWER_S = 10.0
 
 
-def counters(client: Client) -> tuple[float, ...]:
-    """The counters of processed tokens; empty where the server counts none or does not answer."""
+def counters(client: Client, names: tuple[str, ...] = COUNTERS) -> tuple[float, ...]:
+    """The counters of these names; empty where the server has none or does not answer."""
     try:
         lines = client.text("/metrics").splitlines()
     except ClientError:
         return ()
-    wanted = [line for line in lines if line.startswith(COUNTERS) and "_created" not in line]
+    wanted = [line for line in lines if line.startswith(names) and "_created" not in line]
     return tuple(float(line.rpartition(" ")[2]) for line in wanted)
 
 
-def answers(client: Client, timeout_s: float) -> bool:
+def answers(client: Client) -> bool:
     """Whether the engine gives a token in time; a server that refuses the request answers too."""
     try:
-        impatient = Client(client.url, client.model, timeout_s, client.api_key)
-        impatient.completion([1], max_tokens=1)
+        client.completion([1], max_tokens=1)
     except ClientError as error:
         return error.status is not None and error.status < 500
     return True
@@ -62,7 +61,7 @@ class Watch:
         impatient = Client(self.client.url, self.client.model, wait, self.client.api_key)
         found = counters(impatient)
         moved = bool(found) and found != self.last
-        if moved or answers(self.client, wait):
+        if moved or answers(impatient):
             self.last, self.seen = found or self.last, self.clock()
         return self.clock() - self.seen <= self.stall_s
 

@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from glm5lab.serving.client import Client, ClientError
+from glm5lab.serving.watch import counters
 from glm5lab.views.live import show
 
 if TYPE_CHECKING:
@@ -21,12 +22,8 @@ PERSON, MODEL = "#0072B2", "#009E73"
 
 def tokens(client: Client) -> float | None:
     """Prompt and output tokens that the engine has counted; None where it does not say."""
-    try:
-        lines = client.text("/metrics").splitlines()
-    except ClientError:
-        return None
-    found = [line.rpartition(" ")[2] for line in lines if line.startswith(COUNTERS)]
-    return sum(map(float, found)) if found else None
+    found = counters(client, COUNTERS)
+    return sum(found) if found else None
 
 
 class Meter:
