@@ -191,7 +191,7 @@ def available_memory() -> int | None:
 
     A container's limit counts, page cache aside.
     """
-    free = _meminfo("MemAvailable")
+    free = _memory_available()
     try:
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
@@ -207,12 +207,12 @@ def memory_total() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _meminfo(name: str) -> int | None:
+def _memory_available() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    kib = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    kib = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(kib[0]) * 1024 if kib else None
 
 

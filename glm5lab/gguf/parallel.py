@@ -97,10 +97,23 @@ class Split:
         return not self.problems and self.caches[0].fits
 
     @property
+    def fullest(self) -> tuple[StageWeights, Workspace]:
+        """What the stage whose ranks hold most holds, and the workspace beside it."""
+        pairs = zip(self.stages, self.workspaces, strict=True)
+        return max(pairs, key=lambda pair: pair[0].weights + pair[1].total)
+
+    @property
     def used(self) -> int:
         """Bytes of weights and workspace on the fullest rank."""
-        pairs = zip(self.stages, self.workspaces, strict=True)
-        return max(stage.weights + space.total for stage, space in pairs)
+        stage, space = self.fullest
+        return stage.weights + space.total
+
+    @property
+    def shape(self) -> str:
+        """Its counts: tp 4, pp 2."""
+        words = [f"tp {self.tp}"]
+        words += [f"pp {self.pp}"] if self.pp > 1 else []
+        return ", ".join([*words, *([f"dcp {self.dcp}"] if self.dcp > 1 else [])])
 
     def options(self, card: Card) -> list[str]:
         """Options of vLLM for this split and the first cache format, on cards as planned for."""

@@ -164,9 +164,8 @@ def _gpu_layout(model: GgufModel, wanted: Wanted) -> Layout:
         local = [s for s in plan.splits if s.fits and s.tp <= count // wanted.nodes]
         split = local[0] if local else split
     cache = split.caches[0]
-    ranks = "".join(f", pp {split.pp}" * (split.pp > 1) + f", dcp {split.dcp}" * (split.dcp > 1))
     summary = (
-        f"{model.path.name} on {counted(count, 'GPU')} of {memory:.4g} GiB: tp {split.tp}{ranks}; "
+        f"{model.path.name} on {counted(count, 'GPU')} of {memory:.4g} GiB: {split.shape}; "
         f"{split.used / GIB:.1f} GiB of weights and workspace on the fullest, "
         f"{cache.tokens:,} tokens of cache in {cache.kv_dtype}, requests up to {cache.context:,}"
     )
@@ -194,7 +193,7 @@ def _refusal(
     reasons = [*plan.problems, *best.problems]
     if reasons:
         return f"{model.path}: vLLM cannot run it so: {'; '.join(reasons[:3])}"
-    budget, missing = plan.card.budget / GIB, best.caches[0].missing / GIB
+    budget, missing = plan.card.budget / GIB, plan.missing_gib
     ranks = f"tp {best.tp}" + f", pp {best.pp}" * (best.pp > 1)
     text = (
         f"{model.path}: does not fit on {counted(plan.gpus, 'GPU')} of {memory:.4g} GiB: the best "

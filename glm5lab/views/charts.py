@@ -10,6 +10,7 @@ from glm5lab.gguf.reader import GgufModel, Tensor
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from glm5lab.gguf.parallel import Card, Split
     from glm5lab.gguf.plan import Plan
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
@@ -29,6 +30,15 @@ MEMORY = {
     "workspace (estimate)": "#E69F00",
     "left for the cache": "#009E73",
 }
+
+
+def memory_parts(split: "Split", card: "Card") -> tuple[float, ...]:
+    """What fills a split's fullest rank, in GiB: a value for each key of MEMORY."""
+    stage, space = split.fullest
+    left = max(0, card.budget - stage.weights - space.total)
+    return tuple(n / GIB for n in (stage.packed, stage.plain, space.total, left))
+
+
 MOST_ROLES, MOST_SPLITS = 16, 8
 
 
@@ -143,15 +153,9 @@ def memory_figure(plan: "Plan") -> "go.Figure":
     names: list[str] = []
     rows: dict[str, list[float]] = {name: [] for name in MEMORY}
     for split in plan.splits[:MOST_SPLITS]:
-        fullest = max(
-            zip(split.stages, split.workspaces, strict=True),
-            key=lambda pair: pair[0].weights + pair[1].total,
-        )
-        stage, space = fullest
-        left = max(0, plan.card.budget - stage.weights - space.total)
         names.append(f"tp {split.tp}, pp {split.pp}" + (f", dcp {split.dcp}" * (split.dcp > 1)))
-        for name, value in zip(MEMORY, (stage.packed, stage.plain, space.total, left), strict=True):
-            rows[name].append(value / GIB)
+        for name, value in zip(MEMORY, memory_parts(split, plan.card), strict=True):
+            rows[name].append(value)
     figure = go.Figure(
         [
             go.Bar(

@@ -5,17 +5,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from glm5lab.errors import counted
 from glm5lab.gguf.memory import GIB
 from glm5lab.gguf.plan import Plan, make_plan
 from glm5lab.gguf.reader import GgufModel
-from glm5lab.views.charts import MEMORY
+from glm5lab.views.charts import MEMORY, memory_parts
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST_GPUS = 16
-LACKING = "lacking"
-LACK_COLOUR = "#D55E00"
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class FitRow:
         gpus: how many.
         split: such as "tp 8".
         parts: a value for each key of `charts.MEMORY`.
-        lacking: what is missing for one request of 2,048 tokens; 0 where it fits.
         tokens: tokens of cache, bf16 rows.
         verdict: in words.
         command: vLLM's command line where it fits, else "".
@@ -35,7 +33,6 @@ class FitRow:
     gpus: int
     split: str
     parts: tuple[float, ...]
-    lacking: float
     tokens: int
     verdict: str
     command: str
@@ -58,20 +55,17 @@ def _plan(model: GgufModel, gpus: int, gpu_memory: float) -> Plan:
 
 def _row(plan: Plan) -> FitRow:
     best, card = plan.best, plan.card
-    pairs = zip(best.stages, best.workspaces, strict=True)
-    stage, space = max(pairs, key=lambda pair: pair[0].weights + pair[1].total)
-    left = max(0, card.budget - stage.weights - space.total)
-    parts = tuple(n / GIB for n in (stage.packed, stage.plain, space.total, left))
-    split = f"tp {best.tp}" + f", pp {best.pp}" * (best.pp > 1)
+    parts = memory_parts(best, card)
+    split = best.shape
     cache = best.caches[0]
     if plan.fits:
         verdict = f"fits, {split}: {cache.tokens:,} tokens of cache with bf16 rows"
         words = ["vllm serve FILE", *best.options(card)]
-        return FitRow(plan.gpus, split, parts, 0.0, cache.tokens, verdict, " ".join(words))
+        return FitRow(plan.gpus, split, parts, cache.tokens, verdict, " ".join(words))
     why = plan.problems or best.problems
-    missing = f"{cache.missing / GIB:.1f} GiB are missing on each GPU of the fullest stage"
+    missing = f"{plan.missing_gib:.1f} GiB are missing on each GPU of the fullest stage"
     verdict = f"does not fit, best split {split}: {'; '.join(why) or missing}"
-    return FitRow(plan.gpus, split, parts, cache.missing / GIB, 0, verdict, "")
+    return FitRow(plan.gpus, split, parts, 0, verdict, "")
 
 
 def fit_figure(model: GgufModel, gpu_memory: float, chosen: int | None = None) -> "go.Figure":
@@ -126,6 +120,4 @@ def title(rows: Sequence[FitRow], gpu_memory: float) -> str:
     first = next((row.gpus for row in rows if row.command), None)
     if first is None:
         return f"Does not fit on {MOST_GPUS} GPUs of {gpu_memory:g} GiB"
-    return (
-        f"Fits on {first} GPU{'s' * (first > 1)} of {gpu_memory:g} GiB, and what fills the fullest"
-    )
+    return f"Fits on {counted(first, 'GPU')} of {gpu_memory:g} GiB, and what fills the fullest"

@@ -103,7 +103,7 @@ def verdict(plan: Plan, width: int) -> list[str]:
         why = "; ".join(best.problems) + memory
         fix = "name another --tp, --pp or --dcp, or leave them out"
         return prose(
-            [f"no: {what} impossible, whatever the memory: {shape(best)}: {why}; {fix}"], width
+            [f"no: {what} impossible, whatever the memory: {best.shape}: {why}; {fix}"], width
         )
     if not plan.fits:
         stages = "" if best.pp == 1 else " of the fullest stage"
@@ -115,16 +115,9 @@ def verdict(plan: Plan, width: int) -> list[str]:
     return [*prose([f"fits: {name(best)}"], width), *command_lines(words, width)]
 
 
-def shape(split: Split) -> str:
-    """The counts of a split: tp 4, pp 2."""
-    words = [f"tp {split.tp}"]
-    words += [f"pp {split.pp}"] if split.pp > 1 else []
-    return ", ".join([*words, *([f"dcp {split.dcp}"] if split.dcp > 1 else [])])
-
-
 def name(split: Split) -> str:
     """What distinguishes a split: tp 4, pp 2, layers 40+38."""
-    return ", ".join([shape(split), *traits(split)])
+    return ", ".join([split.shape, *traits(split)])
 
 
 def traits(split: Split) -> list[str]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from glm5lab.errors import counted
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.reader import GgufModel
 from glm5lab.loading.table import name_table
@@ -45,7 +46,7 @@ def ranks_figure(model: GgufModel) -> "go.Figure":
         [
             go.Bar(
                 name=name,
-                x=[f"{n} GPU{'s' * (n > 1)}" for n in numbers],
+                x=[counted(n, "GPU") for n in numbers],
                 y=[held[name] / scale for held in columns],
                 marker_color=colour,
                 hovertemplate=f"%{{x}}: %{{y:.2f}} {unit}",
