@@ -63,15 +63,6 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc")
 
 
-def aligned(bounds: torch.Tensor) -> torch.Tensor:
-    """The bounds at an address of which Triton knows the kernel: a multiple of 16.
-
-    A part of a batch's bounds may begin anywhere, and for another alignment Triton would compile
-    another kernel while requests wait.
-    """
-    return bounds if bounds.data_ptr() % 16 == 0 else bounds.clone()
-
-
 def prompt_logits(
     q: tuple[torch.Tensor, Any],
     kv: tuple[torch.Tensor, torch.Tensor],
@@ -98,8 +89,8 @@ def prompt_logits(
         q[0],
         keys,
         weights,
-        aligned(cu_seqlen_ks),
-        aligned(cu_seqlen_ke),
+        cu_seqlen_ks,
+        cu_seqlen_ke,
         scales,
         clean=False,
         width=max_seqlen_k,
@@ -147,7 +138,7 @@ def prompt_top_k(
     topk_tokens: int,
 ) -> None:
     """Top-k of rows with bounds; stands for vllm._custom_ops.top_k_per_row_prefill."""
-    chosen = top_k(logits, topk_tokens, aligned(cu_seqlen_ks), aligned(cu_seqlen_ke))
+    chosen = top_k(logits, topk_tokens, cu_seqlen_ks, cu_seqlen_ke)
     raw_topk_indices.copy_(chosen)
 
 

@@ -9,7 +9,7 @@ import copyreg
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -123,17 +123,15 @@ def accept_gguf_models() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    original = EngineArgs.create_engine_config
-    if hasattr(original, "_glm5lab_original"):
-        return
+    def of_gguf(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            point_to_prepared_folder(self)
+            return original(self, *args, **kwargs)
 
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        point_to_prepared_folder(self)
-        return original(self, *args, **kwargs)
+        return create_engine_config
 
-    create_engine_config._glm5lab_original = original  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config
+    cuda_patches.replace(EngineArgs, "create_engine_config", of_gguf)
 
 
 def point_to_prepared_folder(engine_args: Any) -> None:
