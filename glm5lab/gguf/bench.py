@@ -65,8 +65,8 @@ def bench_reader(rounds: int = 3, keep: Path | None = None) -> dict[str, Any]:
         files = [str(path) for path in model.files]
         runs: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
         for _ in range(rounds):
-            runs["ours"].append(_run(OURS, files[:1]))
-            runs["theirs"].append(_run(THEIRS, files))
+            runs["ours"].append(fresh_figures(OURS + FIGURES, files[:1], "a reader's"))
+            runs["theirs"].append(fresh_figures(THEIRS + FIGURES, files, "a reader's"))
         counts = {run["tensors"] for side in runs.values() for run in side}
         if counts != {len(model.tensors)}:
             raise CheckError(f"the readers disagree on the number of tensors: {sorted(counts)}")
@@ -119,20 +119,32 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _run(code: str, arguments: list[str]) -> dict[str, float]:
-    """One reader in a fresh process; its figures."""
+def fresh_figures(
+    code: str, arguments: list[str], whose: str, timeout_s: float = 600
+) -> dict[str, Any]:
+    """What code prints as JSON in a fresh process, and `process_s`, the seconds it took.
+
+    Args:
+        code: Python.
+        arguments: for it.
+        whose: process it is, for the error.
+        timeout_s: seconds after which subprocess.TimeoutExpired is raised.
+
+    Raises:
+        CheckError: it failed.
+    """
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", code + FIGURES, *arguments],
+        [sys.executable, "-c", code, *arguments],
         env=child_environment(),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=timeout_s,
         check=False,
     )
     if done.returncode:
-        raise CheckError(f"a reader's process failed: {done.stderr.strip()[-400:]}")
-    figures: dict[str, float] = json.loads(done.stdout)
+        raise CheckError(f"{whose} process failed: {done.stderr.strip()[-400:]}")
+    figures: dict[str, Any] = json.loads(done.stdout)
     return figures | {"process_s": time.perf_counter() - start}
 
 

@@ -4,7 +4,7 @@ A rank keeps some matrices of a stack, some rows or some columns. Columns of qua
 blocks, so a part whose columns begin or end inside a block takes those blocks whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -56,14 +56,14 @@ class Part:
     @property
     def whole_rows(self) -> bool:
         """Whether its rows are those of the tensor, from end to end."""
-        return len(self.columns) == stack_shape(self.tensor)[2]
+        return len(self.columns) == stack_shape(self.tensor.shape)[2]
 
     def runs(self) -> list[tuple[int, int]]:
         """(first byte in the file, bytes) of whole rows that lie together, in order.
 
         Parts of rows are not listed one by one: see `row_starts`.
         """
-        _, rows, _ = stack_shape(self.tensor)
+        _, rows, _ = stack_shape(self.tensor.shape)
         row_bytes = row_bytes_of(self.tensor)
         if len(self.rows) == rows:
             first = self.tensor.offset + self.stack.start * rows * row_bytes
@@ -78,7 +78,7 @@ class Part:
 
     def row_starts(self) -> Iterator[range]:
         """For each matrix, the place in the file of every row's first block."""
-        _, rows, _ = stack_shape(self.tensor)
+        _, rows, _ = stack_shape(self.tensor.shape)
         row_bytes = row_bytes_of(self.tensor)
         inside = self.blocks.start * block_of(self.tensor)[1]
         for number in self.stack:
@@ -107,13 +107,13 @@ class Part:
 
 def whole(tensor: Tensor) -> Part:
     """All of a tensor."""
-    stack, rows, columns = stack_shape(tensor)
+    stack, rows, columns = stack_shape(tensor.shape)
     return Part(tensor, range(stack), range(rows), range(columns))
 
 
-def stack_shape(tensor: Tensor) -> tuple[int, int, int]:
-    """A tensor's shape as matrices, rows and columns; a vector is one row."""
-    shape = tensor.shape or (1,)
+def stack_shape(shape: Sequence[int]) -> tuple[int, int, int]:
+    """A shape as matrices, rows and columns; a vector is one row."""
+    shape = tuple(shape) or (1,)
     return prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1, shape[-1]
 
 
@@ -130,4 +130,4 @@ def block_of(tensor: Tensor) -> tuple[int, int]:
 def row_bytes_of(tensor: Tensor) -> int:
     """Bytes of one row."""
     elements, nbytes = block_of(tensor)
-    return stack_shape(tensor)[2] // elements * nbytes
+    return stack_shape(tensor.shape)[2] // elements * nbytes

@@ -61,11 +61,12 @@ def write_model(folder: Path, kind: str, layers: int = 4, device: str = "cuda") 
         values = torch.randn(shape, generator=generator, device=device)
         values = values * float(scale(name, shape)) + float(centre(name))
         weights[name] = values.to(torch.bfloat16).cpu()
+    # A safetensors file holds no tensor twice.
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     for layer in range(arch.num_hidden_layers, arch.block_count):
-        weights[f"model.layers.{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-        weights[f"model.layers.{layer}.shared_head.head.weight"] = weights["lm_head.weight"]
-    whole = {name: values.clone() for name, values in weights.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+        weights[f"model.layers.{layer}.embed_tokens.weight"] = embedding.clone()
+        weights[f"model.layers.{layer}.shared_head.head.weight"] = head.clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = twin_config(arch) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder

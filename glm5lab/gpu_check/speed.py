@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from statistics import median_low
 from typing import Any
 
 from glm5lab.gpu_check.child import prompt
@@ -22,10 +23,10 @@ def measure(llm: Any, wanted: dict[str, Any]) -> dict[str, Any]:
     rounds = wanted["rounds"]
     for count in wanted["requests"]:
         times = step_ms(llm.llm_engine, count, wanted["context"], wanted["steps"], rounds)
-        found["ms_per_token"][str(count)] = {"rounds": times, "median": median(times)}
+        found["ms_per_token"][str(count)] = {"rounds": times, "median": median_low(times)}
     for length in wanted["first"]:
         times = [first_ms(llm.llm_engine, length, seed) for seed in range(rounds + 1)][1:]
-        found["first_ms"][str(length)] = {"rounds": times, "median": median(times)}
+        found["first_ms"][str(length)] = {"rounds": times, "median": median_low(times)}
     return found
 
 
@@ -74,8 +75,3 @@ def drain(engine: Any) -> None:
     """Step until nothing is left."""
     while engine.has_unfinished_requests():
         engine.step()
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value, the lower of two."""
-    return sorted(values)[(len(values) - 1) // 2]

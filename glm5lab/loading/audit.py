@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from glm5lab.errors import CheckError
-from glm5lab.gguf.parts import Part, whole
+from glm5lab.gguf.parts import Part, stack_shape, whole
 from glm5lab.gguf.tensors import Tensor
 from glm5lab.loading.destinations import Copy
 
@@ -41,7 +41,7 @@ class Audit:
     def filled(self, copy: Copy) -> None:
         """Note that a copy's box now holds its values."""
         name, (matrices, rows, columns) = copy.parameter, copy.box
-        stack, height, width = _stack(self.shapes[name])
+        stack, height, width = stack_shape(self.shapes[name])
         marks = self._filled.get(name)
         if marks is None:
             marks = self._filled[name] = np.zeros((stack, height), bool)
@@ -108,11 +108,6 @@ def require_none(problems: Sequence[str]) -> None:
         raise CheckError(
             f"the load audit found {len(problems)} problems: {'; '.join(problems[:LISTED])}{more}"
         )
-
-
-def _stack(shape: Sequence[int]) -> tuple[int, int, int]:
-    """A parameter's shape as matrices, rows, columns."""
-    return prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1, shape[-1] if shape else 1
 
 
 def _box(part: Part) -> Box:

@@ -4,21 +4,17 @@ Each log is written to a file, read by the doctor in a fresh Python process, and
 deterministic, and their requests and texts differ from line to line.
 """
 
-import json
 import os
 import platform
 import random
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from glm5lab.env import child_environment, report
-from glm5lab.errors import CheckError
+from glm5lab.env import report
+from glm5lab.gguf.bench import fresh_figures
 
 LIMIT_S_PER_GB, LIMIT_MB = 20.0, 200.0
 
@@ -158,19 +154,7 @@ def bench_doctor(gigabytes: float = 1.0) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """Figures of the doctor on one log, in a fresh process; CheckError when that fails."""
-    start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", READ, str(path)],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        check=False,
-    )
-    if done.returncode:
-        raise CheckError(f"the doctor's process failed: {done.stderr.strip()[-400:]}")
-    figures: dict[str, Any] = json.loads(done.stdout)
-    figures["process_s"] = time.perf_counter() - start
+    figures = fresh_figures(READ, [str(path)], "the doctor's", timeout_s=3600)
     return {k: round(v, 2) if isinstance(v, float) else v for k, v in figures.items()}
 
 
