@@ -48,5 +48,6 @@ def numbers(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of what is expected."""
-    difference: Any = (found.double().cpu() - expected.cpu()).norm() / expected.norm()
+    expected = expected.to(found.device)
+    difference: Any = (found.double() - expected).norm() / expected.norm()
     return float(difference)

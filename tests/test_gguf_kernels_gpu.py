@@ -5,6 +5,7 @@ but not where they add up what a block's minimum multiplies. Experts are called 
 """
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from glm5lab.gguf.kernels import MMQ
 from glm5lab.gguf.part_reader import PartReader
 from glm5lab.gguf.parts import block_of, whole
 from glm5lab.gguf.reader import open_gguf
+from glm5lab.gguf.sample import write_sample
 from glm5lab.loading.destinations import Copy
 from glm5lab.loading.streaming import Streamer
 from glm5lab.vllm_plugin import gguf_kernels
@@ -31,12 +33,19 @@ def bound(kind: str, tokens: int, rows: int) -> float:
     return ROUNDED if kind in MMQ or tokens <= few else BF16
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 17, 130])
+@cache
+def weights(kind: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and, in float64, what they stand for; both on the GPU."""
+    blocks = random_blocks(kind, shape)
+    return blocks.cuda(), numbers(blocks, kind).cuda()
+
+
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 5, 17, 130])
 def test_products(kind, tokens):
-    weight, x = random_blocks(kind, (384, 2048)), torch.randn(tokens, 2048).bfloat16()
-    found = matmul(x.cuda(), weight.cuda(), type_id(kind))
-    expected = x.double() @ numbers(weight, kind).T
+    (weight, values), x = weights(kind, (384, 2048)), torch.randn(tokens, 2048).bfloat16().cuda()
+    found = matmul(x, weight, type_id(kind))
+    expected = x.double() @ values.T
     assert relative_error(found, expected) < bound(kind, tokens, 384)
 
 
@@ -60,17 +69,18 @@ def test_experts(kind, tokens, spread):
         places = torch.full((experts,), -1, dtype=torch.int32)
         places[held] = torch.arange(len(held), dtype=torch.int32)
         places = places.cuda()
-    weight = random_blocks(kind, (experts, rows, columns))
-    values = numbers(weight, kind)
+    weight, values = weights(kind, (experts, rows, columns))
     routing = Routing(ids.cuda(), experts, places)
-    here = routing.here.flatten().cpu()
+    here, pairs = routing.here.flatten(), torch.arange(tokens * k)
     for shared in (True, False):
-        x = torch.randn(tokens if shared else tokens * k, columns).bfloat16()
-        found = expert_matmul(x.cuda(), weight[held].cuda(), type_id(kind), routing, shared)
+        x = torch.randn(tokens if shared else tokens * k, columns).bfloat16().cuda()
+        found = expert_matmul(x, weight[held], type_id(kind), routing, shared)
         wide = x.double().repeat_interleave(k, 0) if shared else x.double()
-        expected = torch.einsum("prc,pc->pr", values[ids.flatten()], wide)
+        # All experts' products, of which each pair has one: less memory than a matrix a pair.
+        all_of = torch.einsum("pc,erc->per", wide, values)
+        expected = all_of[pairs.cuda(), ids.flatten().cuda()]
         assert torch.isfinite(found).all()
-        assert relative_error(found[here.cuda()], expected[here]) < ROUNDED
+        assert relative_error(found[here], expected[here]) < ROUNDED
 
 
 @pytest.mark.parametrize("tokens", [3, 200])
@@ -119,10 +129,10 @@ def test_products_of_a_captured_graph_follow_their_inputs():
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_what_is_loaded_through_pinned_memory_is_the_file(sample_mix, packed, monkeypatch):
+def test_what_is_loaded_through_pinned_memory_is_the_file(tmp_path, packed, monkeypatch):
     """More pieces than buffers, so that each buffer is used again while copies are under way."""
     monkeypatch.setattr("glm5lab.loading.streaming.PIECE_BYTES", 1 << 13)
-    model = open_gguf(sample_mix)
+    model = open_gguf(write_sample(tmp_path, types="mix"))
     name = "blk.1.ffn_down_exps.weight"
     tensor = model.tensors[name]
     elements, nbytes = block_of(tensor)
