@@ -45,14 +45,15 @@ def answers(
 @app.command()
 def speed(
     layers: Annotated[int, typer.Option(help="Decoder layers of the model.", min=2)] = 24,
-    timeout: Timeout = 300,
+    at_once: Annotated[int, typer.Option(help="Engines that start side by side.", min=1)] = 5,
+    timeout: Timeout = 600,
     work: Work = WORK,
     out: JsonOut = None,
 ) -> None:
-    """Time a token at 1, 8 and 64 requests, and to the first token of 2,048 and 32,000."""
+    """Time a token at 1, 8 and 64 requests, and to the first token of 2K, 32K and 128K."""
     from glm5lab.gpu_check.speed_cases import measure_speed
 
-    measure_speed(work, layers, timeout, out, typer.echo)
+    measure_speed(work, layers, at_once, timeout, out, typer.echo)
 
 
 @app.command()

@@ -1,6 +1,9 @@
 """What `glm5lab backends` compares and when it fails; the engines themselves need a GPU."""
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +11,10 @@ import pytest
 
 from glm5lab.errors import CheckError
 from glm5lab.gpu_check import answers, cases, soak
-from glm5lab.gpu_check.child import prompt
+from glm5lab.gpu_check.child import prompt, wait_for_turn
 from glm5lab.gpu_check.compare import difference, differences, pooled_mean
 from glm5lab.gpu_check.model import architecture, write_model
+from glm5lab.gpu_check.run import Turns
 
 
 def answer(prompt_values, tokens, logprobs):
@@ -117,3 +121,33 @@ def test_cases_for_more_gpus_than_there_are_are_named_and_left_out():
     assert len(kept) + len(lines) == len(cases.CASES)
     assert "ours tp 2: left out, it takes 2 GPUs and there are 1" in lines
     assert answers.fitting(cases.CASES, 2, lines.append) == list(cases.CASES)
+
+
+def test_engines_answer_one_after_the_other_once_all_have_started(tmp_path):
+    turns = Turns(tmp_path / "turns", [case("a"), case("b"), case("dead")])
+    started, late, active, seen = [], threading.Event(), [], []
+
+    def engine(name):
+        if name == "dead":
+            raise CheckError("it never started")
+        if name == "b":
+            late.wait(30)
+        started.append(name)
+        with wait_for_turn(turns.folder, name):
+            active.append(name)
+            seen.append((list(active), len(started)))
+            time.sleep(0.05)
+            active.remove(name)
+
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(engine, name) for name in ("a", "b", "dead")]
+        go = pool.submit(turns.start, jobs)
+        time.sleep(0.2)
+        assert not go.done()
+        assert seen == []
+        late.set()
+    assert sorted(seen) == [(["a"], 2), (["b"], 2)]
+
+
+def case(name):
+    return cases.EngineCase(name, cases.OURS)

@@ -3,13 +3,14 @@
 The case names a model folder, options of vllm.LLM and prompts; the answers go to OUT.json.
 """
 
+import fcntl
 import json
 import os
 import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 VOCABULARY = 16384
 
@@ -71,12 +72,34 @@ def answer(llm: Any, prompts: list[list[int]], case: dict[str, Any]) -> list[dic
     ]
 
 
+def wait_for_turn(folder: Path, name: str) -> TextIO:
+    """Wait until every engine has started, then until it is this one's turn.
+
+    Args:
+        folder: shared by the engines; NAME.ready says that one has started, `go` that all have.
+        name: of this engine.
+
+    Returns:
+        The lock: the turn lasts until it is closed.
+    """
+    parent = os.getppid()
+    (folder / f"{name}.ready").touch()
+    while not (folder / "go").exists():
+        if os.getppid() != parent:
+            raise SystemExit("the program that started this engine has ended")
+        time.sleep(0.05)
+    lock = (folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
 def main(case_file: str, out_file: str) -> None:
     """Run a case: every prompt alone, then all together, then what it asks for further."""
     case = json.loads(Path(case_file).read_text())
     started = time.perf_counter()
     llm = engine(case)
     result: dict[str, Any] = {"started_s": time.perf_counter() - started}
+    turn = wait_for_turn(Path(case["turns"]), case["name"]) if case.get("turns") else None
     prompts = [prompt(length) for length in case["lengths"]]
     result["alone"] = [answer(llm, [tokens], case)[0] for tokens in prompts]
     if case.get("together"):
@@ -98,6 +121,8 @@ def main(case_file: str, out_file: str) -> None:
         from glm5lab.gpu_check.soak import soak
 
         result["soak"] = soak(llm, **case["soak"])
+    if turn is not None:
+        turn.close()
     result["seconds"] = time.perf_counter() - started
     Path(out_file).write_text(json.dumps(result))
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ def run_cases(
     timeout_s: float,
     extra: dict[str, Any] | None = None,
     echo: Callable[[str], None] = print,
+    in_turns: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Answers of every case that ran; what a failed one said stands in OUT/NAME.log.
 
@@ -34,25 +37,73 @@ def run_cases(
         timeout_s: seconds a child may take.
         extra: further entries of every case file, such as "speed".
         echo: where lines go.
+        in_turns: `at_once` children start side by side, and when all of them have, they answer one
+            after the other; then the next ones.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(at_once) as pool:
-        jobs = {
-            case.name: pool.submit(run_case, case, models[case.kind], out, timeout_s, extra or {})
-            for case in cases
-        }
-        found = {}
-        for name, job in jobs.items():
-            found[name] = job.result()
-            echo(f"{name}: {found[name].get('error', 'done')}")
-        return found
+    found: dict[str, dict[str, Any]] = {}
+    size = at_once if in_turns else max(len(cases), 1)
+    for first in range(0, len(cases), size):
+        group = cases[first : first + size]
+        with ThreadPoolExecutor(at_once) as pool:
+            turns = Turns(out / f"turns-{first}", group) if in_turns else None
+            jobs = {
+                case.name: pool.submit(
+                    run_case, case, models[case.kind], out, timeout_s, extra or {}, turns
+                )
+                for case in group
+            }
+            if turns is not None:
+                turns.start(list(jobs.values()))
+            for name, job in jobs.items():
+                found[name] = job.result()
+                echo(f"{name}: {found[name].get('error', 'done')}")
+    return found
+
+
+class Turns:
+    """Engines that start side by side and answer one after the other.
+
+    Args:
+        folder: for `child.wait_for_turn`; emptied.
+        cases: one engine each.
+    """
+
+    def __init__(self, folder: Path, cases: Sequence[EngineCase]) -> None:
+        self.folder = folder
+        self.names = [stem(case) for case in cases]
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    def start(self, jobs: Sequence[Future[Any]]) -> None:
+        """Let the engines answer as soon as each of them has started, or failed.
+
+        Args:
+            jobs: what runs the engines, in the cases' order.
+        """
+        while not all(
+            job.done() or (self.folder / f"{name}.ready").exists()
+            for name, job in zip(self.names, jobs, strict=True)
+        ):
+            time.sleep(0.05)
+        (self.folder / "go").touch()
+
+
+def stem(case: EngineCase) -> str:
+    """A case's name in file names."""
+    return case.name.replace(" ", "_")
 
 
 def run_case(
-    case: EngineCase, model: Path, out: Path, timeout_s: float, extra: dict[str, Any]
+    case: EngineCase,
+    model: Path,
+    out: Path,
+    timeout_s: float,
+    extra: dict[str, Any],
+    turns: Turns | None = None,
 ) -> dict[str, Any]:
-    """One child's answers, or {"error": its last lines}."""
-    stem = out / case.name.replace(" ", "_")
+    """One child's answers, or {"error": its last lines}; see `run_cases`."""
+    files = out / stem(case)
     options = {"attention_backend": case.backend} | case.options
     document = {
         "model": str(model),
@@ -62,8 +113,10 @@ def run_case(
         "together": case.together,
         "again": case.again,
         "sleeps": case.sleeps,
+        "name": stem(case),
+        "turns": str(turns.folder) if turns is not None else None,
     }
-    case_file, answers, log = (stem.with_suffix(s) for s in (".case", ".json", ".log"))
+    case_file, answers, log = (files.with_suffix(s) for s in (".case", ".json", ".log"))
     case_file.write_text(json.dumps(document | extra))
     command = [sys.executable, "-m", "glm5lab.gpu_check.child", str(case_file), str(answers)]
     with log.open("w") as stream:

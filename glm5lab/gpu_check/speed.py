@@ -14,7 +14,8 @@ def measure(llm: Any, wanted: dict[str, Any]) -> dict[str, Any]:
     Args:
         llm: a running vllm.LLM.
         wanted: "requests" (how many at once), "context" (tokens of their prompts), "steps" (decode
-            steps a round), "first" (prompt lengths for the time to the first token), "rounds".
+            steps a round), "rounds", and "first": for the time to the first token a list of
+            "length" (tokens of a prompt), "warm" (prompts before those that count), "rounds".
 
     Returns:
         "ms_per_token": requests -> ms of a decode step; "first_ms": length -> ms.
@@ -24,8 +25,10 @@ def measure(llm: Any, wanted: dict[str, Any]) -> dict[str, Any]:
     for count in wanted["requests"]:
         times = step_ms(llm.llm_engine, count, wanted["context"], wanted["steps"], rounds)
         found["ms_per_token"][str(count)] = {"rounds": times, "median": median_low(times)}
-    for length in wanted["first"]:
-        times = [first_ms(llm.llm_engine, length, seed) for seed in range(rounds + 1)][1:]
+    for first in wanted["first"]:
+        length, warm = first["length"], first["warm"]
+        seeds = range(warm + first["rounds"])
+        times = [first_ms(llm.llm_engine, length, seed) for seed in seeds][warm:]
         found["first_ms"][str(length)] = {"rounds": times, "median": median_low(times)}
     return found
 
@@ -51,8 +54,9 @@ def step_ms(engine: Any, count: int, context: int, steps: int, rounds: int) -> l
 
 def first_ms(engine: Any, length: int, seed: int) -> float:
     """Milliseconds from a request to its first token."""
+    prompts = [prompt(length, 7000 + seed)]
     started = time.perf_counter()
-    submit(engine, [prompt(length, 7000 + seed)], 1)
+    submit(engine, prompts, 1)
     while not any(output.outputs[0].token_ids for output in engine.step()):
         pass
     elapsed = (time.perf_counter() - started) * 1e3

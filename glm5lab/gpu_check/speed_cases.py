@@ -11,14 +11,19 @@ from glm5lab.gpu_check.model import write_model
 from glm5lab.gpu_check.run import run_cases
 from glm5lab.json_output import require_writable, write_json
 
+# The longest prompts need no warm-up of their own: they are cut into the same chunks as 32,768.
 WANTED = {
     "requests": [1, 8, 64],
     "context": 4096,
     "steps": 48,
     "rounds": 3,
-    "first": [2048, 32000],
+    "first": [
+        {"length": 2048, "warm": 2, "rounds": 5},
+        {"length": 32768, "warm": 1, "rounds": 3},
+        {"length": 131072, "warm": 0, "rounds": 2},
+    ],
 }
-CACHE = {"kv_cache_memory_bytes": 12 << 30}
+CACHE = {"kv_cache_memory_bytes": 12 << 30, "max_model_len": 131072 + 64}
 CASES = (
     EngineCase("flash_attn", FLASH_ATTN, options=CACHE),
     EngineCase("flashmla", FLASHMLA, options=CACHE),
@@ -29,13 +34,19 @@ CASES = (
 
 
 def measure_speed(
-    work: Path, layers: int, timeout_s: float, out: Path | None, echo: Callable[[str], None]
+    work: Path,
+    layers: int,
+    at_once: int,
+    timeout_s: float,
+    out: Path | None,
+    echo: Callable[[str], None],
 ) -> None:
     """Measure one engine after the other, print a table, write all figures.
 
     Args:
         work: folder for the model, answers and logs.
         layers: decoder layers of the model; with few, the host's work hides the GPU's.
+        at_once: engines that start side by side; each takes about 24 GB with 24 layers.
         timeout_s: seconds an engine may take.
         out: JSON file, or None.
         echo: where lines go.
@@ -47,7 +58,7 @@ def measure_speed(
     require_writable(out)
     models = {"full": write_model(work / f"model-{layers}", "full", layers)}
     extra = {"speed": WANTED, "lengths": [17]}
-    found = run_cases(CASES, models, work, 1, timeout_s, extra, echo)
+    found = run_cases(CASES, models, work, at_once, timeout_s, extra, echo, in_turns=True)
     measured = {name: answer["speed"] for name, answer in found.items() if "speed" in answer}
     for name, speed in measured.items():
         echo(line(name, speed))
