@@ -137,6 +137,15 @@ def compare_with_reference(kernel, device, dtype, case, fp8, with_lengths):
     assert torch.all(out[lse == float("-inf")] == 0)
     full = lse > float("-inf")
     assert (lse - expected_lse)[full].abs().max() < LSE_TOLERANCE if full.any() else True
+    again, again_lse = kernel(in_parts(q), kv, indices, 256**-0.5, given)
+    assert torch.equal(again, out)
+    assert torch.equal(again_lse, lse)
+
+
+def in_parts(q, d_v=512):
+    """The two parts of queries, laid out as vLLM's: the latent one head by head."""
+    latent = q[..., :d_v].transpose(0, 1).contiguous().transpose(0, 1)
+    return latent, q[..., d_v:].contiguous()
 
 
 def compare_triton_with_reference(device, dtypes):
@@ -294,6 +303,28 @@ def test_wrong_arguments_are_named(change, name):
     }
     with pytest.raises(ValueError, match=name):
         reference.sparse_mla(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (torch.zeros(2, 3, 64), r"q: expected parts \[2, 4, 512\] and \[2, 4, rope\]"),
+        (torch.zeros(2, 64), "q: expected parts"),
+        (torch.zeros(2, 4, 64).half(), "q: expected parts of one dtype"),
+        (torch.zeros(2, 4, 65), "kv: expected .rows, 577."),
+    ],
+)
+def test_parts_of_a_query_that_do_not_fit_are_named(rope, message):
+    kv, indices = torch.zeros(9, 576), torch.zeros(2, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        reference.sparse_mla((torch.zeros(2, 4, 512), rope), kv, indices, 1.0)
+
+
+def test_the_reference_takes_queries_in_parts():
+    q, kv, indices, lengths = make_case(torch.float32, 5, 8, 64, 37, 7)
+    whole = reference.sparse_mla(q, kv, indices, 0.06, lengths)
+    parts = reference.sparse_mla(in_parts(q), kv, indices, 0.06, lengths)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def test_slots_follow_the_block_table():

@@ -5,7 +5,7 @@ import torch
 from specialized import forms_on, new_forms
 from test_kv_cache import make_cache, make_rows
 from test_shared_rows import make_neighbours
-from test_sparse_mla import make_case
+from test_sparse_mla import in_parts, make_case
 
 from glm5lab.attention import kv_cache, shared_rows, sparse_mla
 from glm5lab.attention.indexer import mqa_logits
@@ -21,11 +21,11 @@ def test_sparse_mla(form, heads, monkeypatch):
     fp8 = form != "bf16"
     monkeypatch.setattr(sparse_mla, "HOPPER_FP8", form == "fp8 on Hopper")
 
-    def run(tokens, top_k, rows, page_size=0):
+    def run(tokens, top_k, rows, page_size=0, form_of_q=lambda q: q):
         q, kv, indices, lengths = make_case(
             BF16, tokens, heads, 64, top_k, page_size, rows=rows, fp8=fp8
         )
-        sparse_mla.sparse_mla(q, kv, indices, 0.06, lengths)
+        sparse_mla.sparse_mla(form_of_q(q), kv, indices, 0.06, lengths)
 
     every_tile = (1, 8, 20, 40, 130)  # tokens, with and without parts
     with forms_on(90) as forms:
@@ -38,6 +38,8 @@ def test_sparse_mla(form, heads, monkeypatch):
             run(tokens, 2048, 300, 16)
         for page_size in (1, 7, 64):
             assert new_forms(forms, run, 40, 2048, 300, page_size) == {}, page_size
+        for tokens in every_tile:
+            assert new_forms(forms, run, tokens, 2048, 300, 16, in_parts) == {}, tokens
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

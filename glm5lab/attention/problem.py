@@ -1,6 +1,6 @@
 """One sparse-MLA call as its kernels see it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,12 +23,13 @@ class Problem:
     """Checked arguments of `sparse_mla`.
 
     Attributes:
-        q: [T, H, D], last dimension contiguous.
+        q: [T, H, D], last dimension contiguous; [T, H, d_v] where q_rope has the others.
         kv: [S, D] or [P, page_size, D] in q's dtype, or uint8 with rows of 656 bytes.
         indices: [T, K] integer slots, rows contiguous.
         lengths: [T] integers, contiguous, or None.
         scale: factor on the scores.
         d_v: width of the values.
+        q_rope: [T, H, D - d_v], last dimension contiguous, or None.
     """
 
     q: torch.Tensor
@@ -37,6 +38,19 @@ class Problem:
     lengths: torch.Tensor | None
     scale: float
     d_v: int
+    q_rope: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> "Problem":
+        """The same with queries in one tensor."""
+        if self.q_rope is None:
+            return self
+        return replace(self, q=torch.cat((self.q, self.q_rope), -1), q_rope=None)
+
+    @property
+    def rope_part(self) -> torch.Tensor:
+        """[T, H, D - d_v], the queries' columns behind d_v."""
+        return self.q[..., self.d_v :] if self.q_rope is None else self.q_rope
 
     @property
     def tokens(self) -> int:
@@ -56,7 +70,7 @@ class Problem:
     @property
     def rope(self) -> int:
         """Width of the rotary part, the columns behind the values."""
-        return self.q.shape[2] - self.d_v
+        return self.rope_part.shape[2]
 
     @property
     def block_v(self) -> int:

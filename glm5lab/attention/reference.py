@@ -26,9 +26,12 @@ from glm5lab.attention.row_formats import store_index_keys as store_index_keys
 from glm5lab.attention.row_formats import store_rows as store_rows
 from glm5lab.attention.row_formats import unpack_fp8_rows as unpack_fp8_rows
 
+# Queries, or their latent and their rotary part.
+Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
 
 def check_sparse_mla_arguments(
-    q: torch.Tensor,
+    q: Query,
     kv: torch.Tensor,
     indices: torch.Tensor,
     lengths: torch.Tensor | None,
@@ -37,9 +40,12 @@ def check_sparse_mla_arguments(
     check: bool = False,
 ) -> None:
     """Raise ValueError naming the first argument of `sparse_mla` that does not fit."""
-    if q.dim() != 3:
-        raise ValueError(f"q: expected [tokens, heads, width], got shape {tuple(q.shape)}")
-    tokens, heads, width = q.shape
+    first = q[0] if isinstance(q, tuple) else q
+    if first.dim() != 3:
+        raise ValueError(f"q: expected [tokens, heads, width], got shape {tuple(first.shape)}")
+    tokens, heads, width = first.shape
+    if isinstance(q, tuple):
+        width += _rope_width(*q, d_v)
     if not heads:
         raise ValueError("q: expected at least one head, got none")
     if kv.dtype == torch.uint8:
@@ -68,6 +74,22 @@ def check_sparse_mla_arguments(
         _check_slots(indices, kv[..., 0].numel())
 
 
+def _rope_width(latent: torch.Tensor, rope: torch.Tensor, d_v: int) -> int:
+    """Columns of a query's second part; ValueError where the two parts do not belong together."""
+    shape = (*latent.shape[:2], d_v)
+    if latent.shape != shape or rope.dim() != 3 or rope.shape[:2] != shape[:2]:
+        raise ValueError(
+            f"q: expected parts {list(shape)} and [{shape[0]}, {shape[1]}, rope], "
+            f"got shapes {tuple(latent.shape)} and {tuple(rope.shape)}"
+        )
+    if (rope.dtype, rope.device) != (latent.dtype, latent.device):
+        raise ValueError(
+            f"q: expected parts of one dtype and device, got {latent.dtype} on {latent.device} "
+            f"and {rope.dtype} on {rope.device}"
+        )
+    return rope.shape[2]
+
+
 def _check_fp8_rows(kv: torch.Tensor, width: int, d_v: int) -> None:
     if kv.dim() not in (2, 3) or kv.shape[-1] != FP8_ROW_BYTES:
         raise ValueError(
@@ -91,7 +113,7 @@ def _check_slots(indices: torch.Tensor, slots: int) -> None:
 
 
 def sparse_mla(
-    q: torch.Tensor,
+    q: Query,
     kv: torch.Tensor,
     indices: torch.Tensor,
     scale: float,
@@ -106,7 +128,8 @@ def sparse_mla(
     out[t, h] = sum_k softmax_k(scale * q[t, h] . kv[indices[t, k]]) * kv[indices[t, k], :d_v]
 
     Args:
-        q: [T, H, D] queries in latent space, D = latent + rope (576 for GLM-5).
+        q: [T, H, D] queries in latent space, D = latent + rope (576 for GLM-5); or the two parts
+            [T, H, d_v] and [T, H, D - d_v].
         kv: cached rows [S, D], or pages [P, page_size, D]; slot s is row s, or
             page s // page_size, row s % page_size. Or fp8_ds_mla: uint8, rows of 656 bytes.
         indices: [T, K] integer slots; -1 marks an empty place, anywhere in the row, and a slot
@@ -126,6 +149,7 @@ def sparse_mla(
         ValueError: an argument has the wrong shape or dtype; the message names it.
     """
     check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check)
+    q = torch.cat(q, -1) if isinstance(q, tuple) else q
     tokens, heads, _ = q.shape
     slots = kv[..., 0].numel()
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -16,6 +16,7 @@ from glm5lab.attention import triton_interpreted
 from glm5lab.attention.arguments import on_device_of
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import LN2, Lists, Problem
+from glm5lab.attention.reference import Query
 from glm5lab.attention.shared_rows_hopper import PAIRS, attend_hopper, fits_hopper
 from glm5lab.attention.shared_rows_union import MAX_GROUP, list_unions
 from glm5lab.attention.sparse_mla import checked_problem
@@ -135,7 +136,7 @@ def _attend_shared_kernel(
 
 
 def sparse_mla_shared(
-    q: torch.Tensor,
+    q: Query,
     kv: torch.Tensor,
     indices: torch.Tensor,
     scale: float,
@@ -156,9 +157,10 @@ def sparse_mla_shared(
     if kv.dtype == torch.uint8:
         raise ValueError("kv: expected rows in the dtype of q, got uint8; sparse_mla takes those")
     problem, out, lse = checked_problem(q, kv, indices, scale, lengths, d_v, out, check)
+    problem = problem.whole
     if problem.tokens:
-        device = INTERPRETER if triton_interpreted() else device_of(q.device.index or 0)
-        with on_device_of(q):
+        device = INTERPRETER if triton_interpreted() else device_of(problem.q.device.index or 0)
+        with on_device_of(problem.q):
             launch_shared(problem, out, lse, device, hopper=fits_hopper(problem, device))
     return out, lse
 

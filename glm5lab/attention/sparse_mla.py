@@ -20,7 +20,7 @@ from glm5lab.attention import triton_interpreted
 from glm5lab.attention.arguments import check_kernels_run_on, on_device_of
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import ANYWHERE, FAR, LN2, RUNTIME, Parts, Problem
-from glm5lab.attention.reference import check_sparse_mla_arguments
+from glm5lab.attention.reference import Query, check_sparse_mla_arguments
 from glm5lab.attention.sparse_mla_fp8 import attend_fp8
 from glm5lab.attention.tiles import (
     INTERPRETER,
@@ -62,6 +62,9 @@ def _attend_kernel(
     stride_ot,
     stride_op,
     stride_oh,
+    q_rope_ptr,
+    stride_rt,
+    stride_rh,
     D_V: tl.constexpr,
     D_ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -111,7 +114,8 @@ def _attend_kernel(
     if DOT_FP32:
         b_q0, b_q1 = b_q0.to(tl.float32), b_q1.to(tl.float32)
     if D_ROPE > 0:
-        b_qr = tl.load(p_q + D_V + o_r[None, :], mask=m_h & m_r, other=0.0)
+        p_qr = q_rope_ptr + i_t * stride_rt + o_head[:, None] * stride_rh
+        b_qr = tl.load(p_qr + o_r[None, :], mask=m_h & m_r, other=0.0)
         if DOT_FP32:
             b_qr = b_qr.to(tl.float32)
 
@@ -210,7 +214,7 @@ def _merge_kernel(
 
 
 def sparse_mla(
-    q: torch.Tensor,
+    q: Query,
     kv: torch.Tensor,
     indices: torch.Tensor,
     scale: float,
@@ -226,7 +230,8 @@ def sparse_mla(
     rows, q then bfloat16 or float16); and the LSE is float32.
 
     Args:
-        q: [T, H, D].
+        q: [T, H, D], or its parts [T, H, d_v] and [T, H, D - d_v]; the plain kernel over 16-bit
+            rows reads them where they are, the others a copy in one tensor.
         kv: [S, D], or pages [P, page_size, D] with any strides between pages and rows; uint8 rows
             of 656 bytes stand for fp8_ds_mla.
         indices: [T, K] int32 slots, -1 for an empty place; a slot outside kv counts as one.
@@ -241,24 +246,24 @@ def sparse_mla(
     """
     problem, out, lse = checked_problem(q, kv, indices, scale, lengths, d_v, out, check)
     if problem.tokens:
-        device = INTERPRETER if triton_interpreted() else device_of(q.device.index or 0)
+        device = INTERPRETER if triton_interpreted() else device_of(problem.q.device.index or 0)
         tile = sparse_mla_tile(
             device,
             problem.tokens,
             problem.heads,
-            q.dtype.itemsize,
+            problem.q.dtype.itemsize,
             problem.fp8,
             problem.copies_whole_chunks
             and (not problem.fp8 or (HOPPER_FP8 and out.stride(1) < FAR)),
         )
         parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
-        with on_device_of(q):
+        with on_device_of(problem.q):
             launch(problem, out, lse, device, tile, parts)
     return out, lse
 
 
 def checked_problem(
-    q: torch.Tensor,
+    q: Query,
     kv: torch.Tensor,
     indices: torch.Tensor,
     scale: float,
@@ -273,11 +278,13 @@ def checked_problem(
         ValueError: an argument does not fit; the message names it.
     """
     check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check)
+    q, q_rope = q if isinstance(q, tuple) else (q, None)
     _check_dtypes(q, kv, indices, lengths, out)
-    if d_v > MAX_D_V or q.shape[2] - d_v > MAX_ROPE:
+    rope = q.shape[2] - d_v if q_rope is None else q_rope.shape[2]
+    if d_v > MAX_D_V or rope > MAX_ROPE:
         raise ValueError(
             f"d_v: expected at most {MAX_D_V} columns of values and {MAX_ROPE} behind them, "
-            f"got {d_v} of a width of {q.shape[2]}"
+            f"got {d_v} of a width of {d_v + rope}"
         )
     check_kernels_run_on("q", q)
     out = q.new_empty(*q.shape[:2], d_v) if out is None else out
@@ -289,6 +296,7 @@ def checked_problem(
         None if lengths is None else lengths.contiguous(),
         scale,
         d_v,
+        q_rope if q_rope is None or q_rope.stride(-1) == 1 else q_rope.contiguous(),
     )
     return problem, out, lse
 
@@ -312,6 +320,7 @@ def launch(
         parts: programs that share a token's list; 1 writes the result at once.
     """
     attend = _form(problem, tile)
+    problem = problem if attend is _attend else problem.whole
     blocks = triton.cdiv(max(problem.top_k, 1), tile.rows)
     places = triton.cdiv(blocks, parts) * tile.rows
     parts = triton.cdiv(blocks * tile.rows, places)
@@ -366,10 +375,15 @@ def _merge(problem: Problem, split: Parts, out: torch.Tensor, lse: torch.Tensor)
 
 def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
     q, pages = problem.q, problem.pages
+    # Without a rotary part nothing is read; strides of an empty tensor would compile anew.
+    q_rope = problem.rope_part if problem.rope else q
     _attend_kernel[parts.grid(problem, tile)](
         q,
         pages,
         *parts.arguments(problem, problem.page_stride, pages.stride(1)),
+        q_rope,
+        q_rope.stride(0),
+        q_rope.stride(1),
         D_V=problem.d_v,
         D_ROPE=problem.rope,
         BLOCK_H=tile.heads,
@@ -412,7 +426,7 @@ def _check_dtypes(
 
 def compilations(device: Device) -> list[Compilation]:
     """Everything that `sparse_mla` can launch on a device for GLM-5's rows of 16-bit numbers."""
-    types = {"q_ptr": "*bf16", "kv_ptr": "*bf16"}
+    types = {"q_ptr": "*bf16", "q_rope_ptr": "*bf16", "kv_ptr": "*bf16"}
     types |= {"indices_ptr": "*i32", "lengths_ptr": "*i32", "lse_ptr": "*fp32"}
     found = []
     tiles = [t for t in sparse_mla_tiles(device, itemsize=2) if not t.hopper]

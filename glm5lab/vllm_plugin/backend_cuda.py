@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
+from glm5lab.attention.reference import Query
 from glm5lab.attention.sparse_mla import sparse_mla
 from glm5lab.vllm_plugin.backend import refuse_unsupported
 
@@ -119,7 +120,7 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
 
     def _forward_mqa_kernel(
         self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        q: Query,
         kv_cache: torch.Tensor,
         topk_indices: torch.Tensor,
         valid_counts: torch.Tensor,
@@ -139,10 +140,9 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
             block_size: rows a page.
             is_decode: not used.
         """
-        q = self._whole_query(q)
         rows, stride = flat_kv_row_view(kv_cache, block_size)
         out, lse = sparse_mla(
-            q,
+            self._padded(q),
             # Pages without gaps keep their strides small, whatever the cache's size.
             kv_cache if stride == block_size else rows,
             topk_indices,
@@ -152,7 +152,9 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
         )
         return out, lse if self.need_to_return_lse_for_decode else None
 
-    def _whole_query(self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        if isinstance(q, tuple):
-            q = torch.cat(q, -1) if q[1].shape[-1] else q[0]
-        return torch.nn.functional.pad(q, (0, FP8_ROPE)) if self.pads_query else q
+    def _padded(self, q: Query) -> Query:
+        """Queries as wide as the rows."""
+        if not self.pads_query:
+            return q
+        latent = q[0] if isinstance(q, tuple) else q
+        return torch.nn.functional.pad(latent, (0, FP8_ROPE))
