@@ -110,8 +110,9 @@ def norm_rope(
         raise ValueError(
             f"mla_kv_cache_dtype: expected fp8_ds_mla or 16 bits, got {mla_kv_cache_dtype}"
         )
-    latent = rms_norm(kv_c, kv_rms_norm_w, kv_rms_eps).to(kv_c.dtype)
-    rope = rotated(k_pe, positions, k_rope_cos_sin_cache, interleaved=True).to(k_pe.dtype)
+    # Rows are quantized before they are rounded to 16 bits, as in vLLM's kernel.
+    latent = rms_norm(kv_c, kv_rms_norm_w, kv_rms_eps)
+    rope = rotated(k_pe, positions, k_rope_cos_sin_cache, interleaved=True)
     for out, values in ((kv_c_out, latent), (k_pe_out, rope)):
         if out is not None:
             out.copy_(values)
