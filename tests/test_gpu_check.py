@@ -14,7 +14,7 @@ from glm5lab.gpu_check import answers, cases, soak
 from glm5lab.gpu_check.child import prompt, wait_for_turn
 from glm5lab.gpu_check.compare import difference, differences, pooled_mean
 from glm5lab.gpu_check.model import architecture, write_model
-from glm5lab.gpu_check.run import Turns
+from glm5lab.gpu_check.run import Turns, dealt
 
 
 def answer(prompt_values, tokens, logprobs):
@@ -151,3 +151,44 @@ def test_engines_answer_one_after_the_other_once_all_have_started(tmp_path):
 
 def case(name):
     return cases.EngineCase(name, cases.OURS)
+
+
+def test_engines_for_one_gpu_are_dealt_out():
+    both = cases.EngineCase("both", cases.OURS, gpus=2)
+    found = dealt([case("a"), both, case("b"), case("c")], ["4", "6"])
+    assert {name: env["CUDA_VISIBLE_DEVICES"] for name, env in found.items()} == {
+        "a": "4",
+        "both": "4,6",
+        "b": "6",
+        "c": "4",
+    }
+    assert dealt([case("a")], ["0"]) == {"a": {}}
+
+
+def test_the_referee_answers_a_prompt_in_chunks_as_whole(tmp_path, monkeypatch):
+    from safetensors.numpy import save_file
+
+    from glm5lab.architecture import Glm5Architecture
+    from glm5lab.gguf.sample_hf import twin_config
+    from glm5lab.gguf.sample_weights import random_weights
+    from glm5lab.gpu_check import hf
+
+    arch = Glm5Architecture.tiny("mtp")
+    weights = random_weights(arch, 1)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(twin_config(arch)))
+    model = hf.HfModel(tmp_path, "float32", "cpu")
+    tokens = [(i * 37 + 11) % 500 for i in range(50)]
+    whole = model.answer(tokens, 4)
+    monkeypatch.setattr(hf, "CHUNK", 7)
+    parts = model.answer(tokens, 4)
+    (row,) = differences([50], [whole], [parts])
+    assert len(whole["prompt"]) == 49
+    assert (row.same, row.generated) == (4, 4)
+    assert max(row.largest, row.step) < 1e-4
+    assert whole["logprobs"][0][str(whole["tokens"][0])] == max(whole["logprobs"][0].values())
+
+    del weights["model.layers.2.self_attn.o_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckError, match=r"lacks 1 parameters: .*layers\.2\.self_attn\.o_proj"):
+        hf.HfModel(tmp_path, "float32", "cpu")

@@ -5,6 +5,7 @@ from typing import Any
 
 LENGTHS = (17, 900, 2047, 2048, 2049, 6000, 30000)
 OURS, FLASHMLA, FLASH_ATTN = "TRITON_MLA_SPARSE", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"
+HF = "transformers"  # no backend of vLLM's: the referee
 
 
 @dataclass(frozen=True)
@@ -13,9 +14,9 @@ class EngineCase:
 
     Attributes:
         name: of the case.
-        backend: vLLM's name of the attention backend.
+        backend: vLLM's name of the attention backend, or HF.
         kind: of the model, see `model.architecture`.
-        options: further arguments of vllm.LLM.
+        options: further arguments of vllm.LLM; of HF "dtype" alone.
         env: variables of its process.
         together: all prompts at once as well: mixed batches.
         again: every prompt two times more, without log-probabilities of the prompt, for which
@@ -49,14 +50,17 @@ def mtp(tokens: int) -> dict[str, Any]:
 
 
 def parallel(**sizes: int) -> dict[str, Any]:
-    """Options of an engine on several GPUs, such as tensor=2."""
-    return {f"{name}_parallel_size": size for name, size in sizes.items()}
+    """Options of an engine on several GPUs, such as tensor=2; NCCL alone moves the data."""
+    named = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    return named | {"disable_custom_all_reduce": True}
 
 
 CASES = (
     EngineCase("flash_attn", FLASH_ATTN, options=EAGER),
     EngineCase("flashmla", FLASHMLA, options=EAGER),
     EngineCase("ours", OURS, options=EAGER),
+    EngineCase("hf", HF),
+    EngineCase("hf fp32", HF, options={"dtype": "float32"}),
     EngineCase("flashmla fp8", FLASHMLA, options=EAGER | FP8),
     EngineCase("ours fp8", OURS, options=EAGER | FP8),
     EngineCase("flash_attn graphs", FLASH_ATTN, together=True),
@@ -84,6 +88,9 @@ CASES = (
 # spread bounds it (None: it is such a comparison itself).
 PAIRS: dict[str, tuple[str, str, str | None]] = {
     "natives": ("flash_attn", "flashmla", None),
+    "natives, flash_attn and HF": ("hf", "flash_attn", None),
+    "natives, flashmla and HF": ("hf", "flashmla", None),
+    "natives, HF in float32": ("hf fp32", "flash_attn", None),
     "natives, bf16 and fp8": ("flashmla", "flashmla fp8", None),
     "natives, eager and graphs": ("flash_attn", "flash_attn graphs", None),
     "natives, MTP 3": ("flash_attn graphs", "flash_attn mtp 3", None),
@@ -92,6 +99,8 @@ PAIRS: dict[str, tuple[str, str, str | None]] = {
     "natives, IndexShare": ("flash_attn share", "flashmla share", None),
     "ours and flash_attn": ("flash_attn", "ours", "natives"),
     "ours and flashmla": ("flashmla", "ours", "natives"),
+    "ours and HF": ("hf", "ours", "natives, flash_attn and HF"),
+    "ours and HF in float32": ("hf fp32", "ours", "natives, HF in float32"),
     "ours fp8 and flashmla fp8": ("flashmla fp8", "ours fp8", "natives, bf16 and fp8"),
     "ours, graphs and flash_attn's": ("flash_attn graphs", "ours graphs", "natives"),
     "ours fp8, eager and graphs": ("ours fp8", "ours fp8 graphs", "natives, bf16 and fp8"),

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from glm5lab.gpu_check.cases import HF
+
 VOCABULARY = 16384
 
 
@@ -72,6 +74,18 @@ def answer(llm: Any, prompts: list[list[int]], case: dict[str, Any]) -> list[dic
     ]
 
 
+def refereed(case: dict[str, Any]) -> dict[str, Any]:
+    """The referee's answers to every prompt."""
+    from glm5lab.gpu_check.hf import HfModel
+
+    started = time.perf_counter()
+    model = HfModel(Path(case["model"]), case["options"].get("dtype", "bfloat16"))
+    ready = time.perf_counter()
+    answers = [model.answer(prompt(length), case["new_tokens"]) for length in case["lengths"]]
+    seconds = time.perf_counter() - started
+    return {"started_s": ready - started, "alone": answers, "seconds": seconds}
+
+
 def wait_for_turn(folder: Path, name: str) -> TextIO:
     """Wait until every engine has started, then until it is this one's turn.
 
@@ -97,6 +111,9 @@ def main(case_file: str, out_file: str) -> None:
     """Run a case: every prompt alone, then all together, then what it asks for further."""
     case = json.loads(Path(case_file).read_text())
     started = time.perf_counter()
+    if case["backend"] == HF:
+        Path(out_file).write_text(json.dumps(refereed(case)))
+        return
     llm = engine(case)
     result: dict[str, Any] = {"started_s": time.perf_counter() - started}
     turn = wait_for_turn(Path(case["turns"]), case["name"]) if case.get("turns") else None

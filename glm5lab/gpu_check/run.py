@@ -1,5 +1,6 @@
 """Run engine cases in child processes, several at a time, and keep their answers."""
 
+import itertools
 import json
 import os
 import shutil
@@ -8,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glm5lab.env import child_environment
-from glm5lab.gpu_check.cases import LENGTHS, EngineCase
+from glm5lab.env import child_environment, find_gpus
+from glm5lab.gpu_check.cases import HF, LENGTHS, EngineCase
 
 COMPILED = "during inference"  # vLLM's JIT monitor, after the server is ready
 
@@ -33,7 +35,7 @@ def run_cases(
         cases: what to run.
         models: kind -> folder.
         out: folder for cases, answers and logs.
-        at_once: children side by side on the one GPU.
+        at_once: children side by side; those for one GPU are dealt out to all there are.
         timeout_s: seconds a child may take.
         extra: further entries of every case file, such as "speed".
         echo: where lines go.
@@ -42,6 +44,7 @@ def run_cases(
     """
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
+    gpus = dealt(cases, visible_gpus())
     size = at_once if in_turns else max(len(cases), 1)
     for first in range(0, len(cases), size):
         group = cases[first : first + size]
@@ -49,7 +52,13 @@ def run_cases(
             turns = Turns(out / f"turns-{first}", group) if in_turns else None
             jobs = {
                 case.name: pool.submit(
-                    run_case, case, models[case.kind], out, timeout_s, extra or {}, turns
+                    run_case,
+                    replace(case, env=gpus[case.name] | case.env),
+                    models[case.kind],
+                    out,
+                    timeout_s,
+                    extra or {},
+                    turns,
                 )
                 for case in group
             }
@@ -59,6 +68,30 @@ def run_cases(
                 found[name] = job.result()
                 echo(f"{name}: {found[name].get('error', 'done')}")
     return found
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that a child may see, by number."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(number) for number in range(len(find_gpus()))]
+
+
+def dealt(cases: Sequence[EngineCase], gpus: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Name of a case -> the variable that names its GPUs; one GPU needs none.
+
+    Args:
+        cases: an engine for one GPU gets the next one in turn, others the first ones.
+        gpus: there are.
+    """
+    if len(gpus) < 2:
+        return {case.name: {} for case in cases}
+    turn = itertools.cycle(gpus)
+    return {
+        case.name: {
+            "CUDA_VISIBLE_DEVICES": next(turn) if case.gpus == 1 else ",".join(gpus[: case.gpus])
+        }
+        for case in cases
+    }
 
 
 class Turns:
@@ -104,9 +137,12 @@ def run_case(
 ) -> dict[str, Any]:
     """One child's answers, or {"error": its last lines}; see `run_cases`."""
     files = out / stem(case)
-    options = {"attention_backend": case.backend} | case.options
+    options = case.options
+    if case.backend != HF:
+        options = {"attention_backend": case.backend} | options
     document = {
         "model": str(model),
+        "backend": case.backend,
         "options": options,
         "lengths": list(LENGTHS),
         "new_tokens": 16,
