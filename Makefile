@@ -41,7 +41,8 @@ notebooks: setup
 # JUPYTER_PREFER_ENV_PATH: .venv's kernel wins over one of the same name in the home folder.
 # LAB: further options of JupyterLab, such as LAB="--no-browser --port=8889". Root, as in containers, has to be allowed.
 lab: setup
-	@JUPYTER_PREFER_ENV_PATH=1 $(BIN)/jupyter lab notebooks/00_environment.ipynb \
+	@JUPYTER_PREFER_ENV_PATH=1 $(BIN)/jupyter lab --ServerApp.root_dir=notebooks \
+	  --LabApp.default_url=/lab/tree/00_environment.ipynb \
 	  $$(test "$$(id -u)" != 0 || echo --allow-root) $(LAB)
 
 clean:

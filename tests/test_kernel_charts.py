@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from glm5lab.views.kernel_charts import speed_figure, speed_table
+from glm5lab.views.kernel_charts import speed_figure, speed_table, speed_text
 
 MEASUREMENTS = Path(__file__).parents[1] / "data" / "measurements" / "kernels.json"
 
@@ -37,3 +37,16 @@ def test_every_measurement_of_a_case_is_in_table_and_figure(measurements, rows, 
     assert list(figure.data[0].y) == list(table["glm5lab"])
     assert figure.layout.xaxis.title.text
     assert "microseconds" in figure.layout.yaxis.title.text
+
+
+def test_remarks_name_whose_figures_they_are_about():
+    row = {"name": "glm5lab", "us": 2.0, "floor_us": 1.0}
+    rows = [
+        {**row, "case": "bf16, 8 heads, 1 tokens"},
+        {**row, "case": "bf16, 8 heads, 4 tokens", "remark": "an earlier kernel"},
+        {**row, "case": "bf16, 8 heads, 16 tokens", "remark": "an earlier kernel"},
+        {**row, "case": "bf16, 64 heads, 64 tokens", "remark": "of another table"},
+    ]
+    lines = speed_text({"rows": rows}, "bf16", 8).splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["1", "4", "16"]
+    assert lines[5:] == ["glm5lab at 4, 16 tokens: an earlier kernel"]

@@ -1,5 +1,7 @@
 """The chat box, the engine's counters over time, and the table of selection, without an engine."""
 
+import time
+
 import pytest
 from fake_openai import openai
 
@@ -12,8 +14,8 @@ from glm5lab.views.live_server import ChatBox, Meter, meter_figure
 class Engine:
     """Answers chats in pieces, or refuses, and counts tokens as vLLM's /metrics does."""
 
-    def __init__(self, pieces=("Ni", " hao", "<b>"), refuse=False):
-        self.pieces, self.refuse = pieces, refuse
+    def __init__(self, pieces=("Ni", " hao", "<b>"), refuse=False, pause=0.0):
+        self.pieces, self.refuse, self.pause = pieces, refuse, pause
         self.tokens, self.asked = 0, []
 
     def __call__(self, request):
@@ -23,6 +25,10 @@ class Engine:
                 'vllm:prompt_tokens_total{engine="0"} 100.0\n'
                 'vllm:prompt_tokens_created{engine="0"} 1.7e9\n'
                 'vllm:iteration_tokens_total_bucket{engine="0",le="8.0"} 55.0\n'
+                'vllm:num_requests_running{engine="0"} 2.0\n'
+                'vllm:num_requests_waiting{engine="0"} 1.0\n'
+                'vllm:num_requests_waiting_by_reason{engine="0",reason="x"} 9.0\n'
+                'vllm:kv_cache_usage_perc{engine="0"} 0.125\n'
             )
             return
         self.asked.append(request.body())
@@ -32,6 +38,7 @@ class Engine:
         request.send_response(200)
         request.end_headers()
         for piece in self.pieces:
+            time.sleep(self.pause)
             self.tokens += 1
             request.event({"choices": [{"index": 0, "delta": {"content": piece}}]})
         request.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
@@ -40,7 +47,7 @@ class Engine:
 
 def parts(box):
     """The line, the button, the conversation and the note below it."""
-    row, talk, speed = box.widget.children
+    row, talk, speed, _ = box.widget.children
     line, send = row.children
     return line, send, talk, speed
 
@@ -66,6 +73,29 @@ def test_a_chat_streams_in_and_is_remembered():
     assert engine.asked[0]["max_tokens"] == 5
     roles = [message["role"] for message in engine.asked[1]["messages"]]
     assert roles == ["user", "assistant", "user"]
+
+
+def test_the_counters_are_drawn_while_the_answer_comes():
+    engine = Engine(pause=1.1 * live_server.EVERY_S)
+    with openai(engine) as url:
+        box = ChatBox(Client(url), {}, [(0.0, 7.0), (1.0, 9.0)])
+        line, send, _, speed = parts(box)
+        figure = box.widget.children[-1]
+        assert figure.data[0].y == (0.0, 2.0)
+        notes, drawn = [], []
+        speed.observe(lambda change: notes.append(change["new"]), names="value")
+        figure.data[0].on_change(lambda _, y: drawn.append(y), "y")
+        line.value = "Hello"
+        send.click()
+    assert "2 running, 1 waiting, cache 12.5% full" in notes
+    assert figure.data[0].y[0] == 0
+    assert figure.data[0].y[-1] == 3
+    assert len(drawn) > 1
+
+
+def test_a_server_without_gauges_says_nothing_of_its_load():
+    with openai(lambda request: request.say("vllm:prompt_tokens_total 1.0\n")) as url:
+        assert live_server.load(Client(url)) == ""
 
 
 def test_a_refusal_is_shown_and_not_remembered():
@@ -117,7 +147,11 @@ ASKED: dict = {
             "bfloat16": {
                 "native": None,
                 "chosen": "TRITON_MLA_SPARSE",
-                "refused": {"X": ["dtype", "dtype"], "Y": ["Y requires <z>"]},
+                "refused": {
+                    "X": ["dtype", "dtype"],
+                    "Y": ["Y requires <z>"],
+                    "DENSE_MLA": ["ModuleNotFoundError: No module named 'w'"],
+                },
             },
         }
     },

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.reader import GgufModel
 from glm5lab.gguf.tokenizer import write_tokenizer
-from glm5lab.views.live import show
+from glm5lab.views.live import LIVE_WIDTH, show
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -176,6 +176,7 @@ def attended_explorer(model: GgufModel, text: str) -> None:
 
 def _widget(model: GgufModel, text: str, choice: Attended) -> Any:
     import ipywidgets as w
+    import plotly.graph_objects as go
 
     most = choice.chosen.shape[1]
     words = w.Textarea(text, description="text", rows=3, layout={"width": "90%"})
@@ -183,6 +184,7 @@ def _widget(model: GgufModel, text: str, choice: Attended) -> Any:
     query = w.IntSlider(size - 1, 0, size - 1, description="query", layout={"width": "45%"})
     k = w.IntSlider(most, 1, max(most, 2), description="top-k", layout={"width": "45%"})
     result = w.HTML()
+    figure = go.FigureWidget(attended_figure(choice)).update_layout(width=LIVE_WIDTH)
     now = [choice]
 
     def draw(_: Any = None) -> None:
@@ -196,10 +198,13 @@ def _widget(model: GgufModel, text: str, choice: Attended) -> Any:
     def again(_: Any = None) -> None:
         now[0] = attended(model, words.value or " ", k.value)
         query.max = max(len(now[0].tokens) - 1, 0)
+        new = attended_figure(now[0])
+        with figure.batch_update():
+            figure.data[0].z, figure.layout.title = new.data[0].z, new.layout.title
         draw()
 
     words.observe(again, names="value")
     k.observe(again, names="value")
     query.observe(draw, names="value")
     draw()
-    return w.VBox([words, w.HBox([query, k]), result])
+    return w.VBox([words, w.HBox([query, k]), result, figure])

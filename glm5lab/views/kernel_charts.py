@@ -38,6 +38,30 @@ def speed_table(measurements: Mapping[str, Any], rows: str, heads: int) -> "pd.D
     return frame[[c for c in frame if c != "DRAM floor"] + ["DRAM floor"]]
 
 
+def remarks(measurements: Mapping[str, Any], rows: str, heads: int) -> list[str]:
+    """What the document says of figures in a table: of whom, at how many tokens, and the words.
+
+    Args:
+        measurements: as for `speed_table`.
+        rows: "bf16" or "fp8_ds_mla".
+        heads: query heads.
+    """
+    said: dict[tuple[str, str], list[str]] = {}
+    for row in measurements["rows"]:
+        match = CASE.fullmatch(row["case"])
+        if match and (match["rows"], int(match["heads"])) == (rows, heads) and "remark" in row:
+            said.setdefault((row["name"], row["remark"]), []).append(match["tokens"])
+    return [
+        f"{name} at {', '.join(tokens)} tokens: {words}" for (name, words), tokens in said.items()
+    ]
+
+
+def speed_text(measurements: Mapping[str, Any], rows: str, heads: int) -> str:
+    """The table and its remarks, as lines."""
+    table = speed_table(measurements, rows, heads).round(1).to_string()
+    return "\n".join([table, *remarks(measurements, rows, heads)])
+
+
 def speed_figure(measurements: Mapping[str, Any], rows: str, heads: int) -> "go.Figure":
     """Time over tokens for every implementation, both axes logarithmic; arguments as above."""
     import plotly.graph_objects as go

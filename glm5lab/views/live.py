@@ -6,7 +6,7 @@ from functools import cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from glm5lab.errors import InputError
+from glm5lab.errors import InputError, counted
 from glm5lab.views.fit import fit_figure, fit_row, gpu_numbers
 from glm5lab.views.tables import human_bytes
 
@@ -35,14 +35,20 @@ def is_live() -> bool:
     return bool(os.environ.get("JPY_SESSION_NAME"))
 
 
-def show(static: "go.Figure", widget: Callable[[], Any]) -> None:
-    """The widget where it can be used, the figure where it would be a dead picture of itself."""
-    if not is_live():
-        static.show(renderer="plotly_mimetype")
-        return
-    from IPython.display import display
+def show(static: "go.Figure", widget: Callable[[], Any], below: bool = False) -> None:
+    """The widget where it can be used, the figure where it would be a dead picture of itself.
 
-    display(widget())
+    Args:
+        static: the figure.
+        widget: makes the widget.
+        below: the figure shows something else than the widget, and so stands below it, too.
+    """
+    if is_live():
+        from IPython.display import display
+
+        display(widget())
+    if below or not is_live():
+        static.show(renderer="plotly_mimetype")
 
 
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -126,14 +132,14 @@ def find_tensors(table: "pd.DataFrame", words: str = "", type_: str = "") -> "pd
 def tensor_explorer(
     table: "pd.DataFrame", figure: "go.Figure", columns: Sequence[str] = TENSOR_COLUMNS
 ) -> None:
-    """A search over every row of a tensor table; without a person before it, the figure.
+    """A search over every row of a tensor table, and a figure; without a person only that.
 
     Args:
         table: as in `find_tensors`.
-        figure: what stands there in a saved notebook.
+        figure: what stands below the search, and alone in a saved notebook.
         columns: which to show.
     """
-    show(figure, lambda: _tensor_widget(table, columns))
+    show(figure, lambda: _tensor_widget(table, columns), below=True)
 
 
 def _tensor_widget(table: "pd.DataFrame", columns: Sequence[str]) -> Any:
@@ -151,7 +157,8 @@ def _tensor_widget(table: "pd.DataFrame", columns: Sequence[str]) -> Any:
         size = human_bytes(float(found["nbytes"].sum()))
         more = f", the first {SHOWN_ROWS} shown" if len(found) > SHOWN_ROWS else ""
         rows = list(found[list(columns)].head(SHOWN_ROWS).itertuples(index=False, name=None))
-        result.value = f"{len(found)} tensors, {size}{more}" + html_table(columns, rows)
+        said = f"{counted(len(found), 'tensor')}, {size}{more}"
+        result.value = said + html_table(columns, rows)
 
     words.observe(update, names="value")
     kind.observe(update, names="value")

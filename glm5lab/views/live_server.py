@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from glm5lab.serving.client import Client, ClientError
 from glm5lab.serving.watch import counters
-from glm5lab.views.live import show
+from glm5lab.views.live import LIVE_WIDTH, show
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 Sample = tuple[float, float]  # seconds since the first, tokens processed
 EVERY_S = 0.25
 COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+GAUGES = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "cache": "vllm:kv_cache_usage_perc",
+}
 PERSON, MODEL = "#0072B2", "#009E73"
 
 
@@ -24,6 +29,15 @@ def tokens(client: Client) -> float | None:
     """Prompt and output tokens that the engine has counted; None where it does not say."""
     found = counters(client, COUNTERS)
     return sum(found) if found else None
+
+
+def load(client: Client) -> str:
+    """Requests that run and wait, and how full the cache is; "" where the server does not say."""
+    found = {name: counters(client, (f"{gauge}{{",)) for name, gauge in GAUGES.items()}
+    if not all(found.values()):
+        return ""
+    running, waiting, cache = (sum(values) for values in found.values())
+    return f"{running:.0f} running, {waiting:.0f} waiting, cache {cache:.1%} full"
 
 
 class Meter:
@@ -97,36 +111,41 @@ def chat_explorer(client: Client, samples: Sequence[Sample], **settings: Any) ->
         samples: of a `Meter`, for the figure.
         settings: of the request, such as max_tokens.
     """
-    show(meter_figure(samples), lambda: ChatBox(client, settings).widget)
+    show(meter_figure(samples), lambda: ChatBox(client, settings, samples).widget)
 
 
 class ChatBox:
-    """The chat: a line to write, a button, the conversation, and how fast the answer came.
+    """The chat: a line to write, a button, the conversation, the engine's counters as they move.
 
     Args:
         client: for a server that is ready.
         settings: of the request.
+        samples: of a `Meter`, drawn until a question is asked.
 
     Attributes:
         widget: what to display.
         messages: the conversation so far.
     """
 
-    def __init__(self, client: Client, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, client: Client, settings: dict[str, Any], samples: Sequence[Sample] = ()
+    ) -> None:
         import ipywidgets as w
+        import plotly.graph_objects as go
 
         self.client, self.settings = client, settings
         self.messages: list[dict[str, str]] = []
         self._line = w.Text(placeholder="ask something", layout={"width": "70%"})
         self._send = w.Button(description="send", button_style="primary")
         self._talk, self._speed = w.HTML(), w.HTML("the server is ready")
+        self._figure = go.FigureWidget(meter_figure(samples)).update_layout(width=LIVE_WIDTH)
         self._send.on_click(lambda _: self.send(self._line.value))
         with warnings.catch_warnings():
             # Called deprecated, but what its note names instead sends on every loss of focus, too.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._line.on_submit(lambda _: self.send(self._line.value))
         row = w.HBox([self._line, self._send])
-        self.widget = w.VBox([row, self._talk, self._speed])
+        self.widget = w.VBox([row, self._talk, self._speed, self._figure])
 
     def send(self, text: str) -> None:
         """Ask, and show the answer piece by piece; an error is shown in the server's words."""
@@ -146,12 +165,19 @@ class ChatBox:
 
     def _answer(self) -> None:
         began, pieces = time.monotonic(), []
-        first = 0.0
-        for piece in self.client.stream_chat(self.messages, **self.settings):
-            first = first or time.monotonic() - began
-            pieces.append(piece)
-            self._show("".join(pieces))
-        took = time.monotonic() - began
+        first = drawn = 0.0
+        with Meter(self.client) as meter:
+            for piece in self.client.stream_chat(self.messages, **self.settings):
+                now = time.monotonic() - began
+                first = first or now
+                pieces.append(piece)
+                self._show("".join(pieces))
+                if now - drawn > EVERY_S:
+                    drawn = now
+                    self._draw(meter.samples)
+                    self._speed.value = load(self.client)
+            took = time.monotonic() - began
+        self._draw(meter.samples)
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
         self._show()
         count = tokens(self.client)
@@ -160,6 +186,11 @@ class ChatBox:
             f"first piece after {first * 1000:.0f} ms, {len(pieces)} pieces in {took:.1f} s"
             f"{counted}"
         )
+
+    def _draw(self, samples: Sequence[Sample]) -> None:
+        line = meter_figure(samples).data[0]
+        with self._figure.batch_update():
+            self._figure.data[0].x, self._figure.data[0].y = line.x, line.y
 
     def _show(self, answer: str | None = None) -> None:
         turns = [(m["role"], m["content"]) for m in self.messages]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import log10
 from typing import TYPE_CHECKING, Any
 
-from glm5lab.views.kernel_charts import CASE, COLOURS, speed_table
+from glm5lab.views.kernel_charts import CASE, COLOURS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -13,33 +13,19 @@ if TYPE_CHECKING:
 
 WIDTH, VALUES, TOP_K = 576, 512, 2048
 SYMBOLS = {"bf16": "circle", "fp8_ds_mla": "diamond-open"}
-# 64 heads over bf16 rows were measured again, with the kernel that runs there now.
-REPLACED = ("bf16", 64)
-KEPT = "(kept)"
 TICKS = (10, 15, 20, 30, 50, 100, 200, 300)
 MARGIN = {"t": 60, "b": 60, "l": 80, "r": 20}
 
 
-def roofline_points(
-    measured: Mapping[str, Any], designs: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Every measured call of sparse MLA, with operations a byte and TFLOP/s.
-
-    Args:
-        measured: `kernels.json`.
-        designs: `sparse_mla_64_heads_designs.json`; its kept design stands for ours at 64 heads
-            over bf16 rows from 16 tokens on, in place of a kernel that is gone.
-    """
+def roofline_points(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every measured call of sparse MLA in `kernels.json`, with operations a byte and TFLOP/s."""
     points = []
-    kept = kept_design(designs)
     for row in measured["rows"]:
         match = CASE.fullmatch(row["case"])
         if not match or "us" not in row or row["name"] not in COLOURS:
             continue
         rows, heads, tokens = match["rows"], int(match["heads"]), int(match["tokens"])
         us = row["us"]
-        if row["name"] == "glm5lab" and (rows, heads) == REPLACED:
-            us = kept.get(tokens, us)
         flop = 2 * tokens * heads * TOP_K * (WIDTH + VALUES)
         moved = row["floor_us"] * 1e-6 * measured["copy_tb_s"] * 1e12
         points.append(
@@ -53,32 +39,11 @@ def roofline_points(
     return points
 
 
-def kept_design(designs: Mapping[str, Any]) -> dict[int, float]:
-    """Tokens -> microseconds of the kept kernel for 64 heads over bf16 rows."""
-    return {
-        row[3]: row[5]
-        for row in designs["rows"]
-        if KEPT in row[0] and (row[1], row[2]) == REPLACED and not row[7]
-    }
-
-
-def table_64_heads(measured: Mapping[str, Any], designs: Mapping[str, Any]) -> "pd.DataFrame":
-    """Microseconds a call with 64 heads over bf16 rows: `speed_table`, and the kernel of today.
-
-    Args:
-        measured: `kernels.json`.
-        designs: `sparse_mla_64_heads_designs.json`.
-    """
-    table = speed_table(measured, *REPLACED).rename(columns={"glm5lab": "glm5lab, before"})
-    table.insert(1, "glm5lab, now", [kept_design(designs).get(n) for n in table.index])
-    return table
-
-
-def roofline_figure(measured: Mapping[str, Any], designs: Mapping[str, Any]) -> "go.Figure":
+def roofline_figure(measured: Mapping[str, Any]) -> "go.Figure":
     """TFLOP/s over operations a byte, with the line that the measured copy rate draws."""
     import plotly.graph_objects as go
 
-    points = roofline_points(measured, designs)
+    points = roofline_points(measured)
     figure = go.Figure()
     low, high = (pick(p["intensity"] for p in points) for pick in (min, max))
     ends = [low / 1.4, high * 1.4]

@@ -21,6 +21,7 @@ CAPABILITIES = {
 }
 NONE = "none"
 DENSE = "sparse not supported"  # vLLM's words about a backend that is no alternative at all
+UNASKED = "ModuleNotFoundError"  # what it needs is not installed here, so vLLM cannot say it
 
 
 def selection_rows(table: Table, capability: str) -> "pd.DataFrame":
@@ -55,7 +56,7 @@ def reasons(refused: Mapping[str, list[str]]) -> str:
     """Backend and its reasons, each once, separated by semicolons; dense backends are left out."""
     parts = []
     for backend, why in refused.items():
-        if DENSE in why:
+        if DENSE in why or ("SPARSE" not in backend and any(UNASKED in text for text in why)):
             continue
         once = ", ".join(dict.fromkeys(text.replace(f"{backend} ", "") for text in why))
         parts.append(f"{backend}: {once}")

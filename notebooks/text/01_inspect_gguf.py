@@ -65,8 +65,8 @@ table = model.table()
 table.head(8)
 
 # %% [markdown]
-# In JupyterLab the next cell is a search over the table: parts of a name, and a number for a layer (`indexer 3`). Saved, it is the
-# same bytes by role and type. A fused vLLM layer, such as `attn_q_a` with `attn_kv_a_mqa`, can hold two types.
+# Bytes by role and type; a fused vLLM layer, such as `attn_q_a` with `attn_kv_a_mqa`, can hold two types. In JupyterLab there is also
+# a search over the table: parts of a name, and a number for a layer (`indexer 3`).
 
 # %% tags=["figure"]
 from glm5lab.views.charts import types_figure
@@ -172,8 +172,8 @@ memory_explorer(glm5 if source.is_sample else model)
 
 # %% tags=["nbval-check-output"]
 large = open_gguf(write_layout(layouts["glm-5-q8_0"], source.folder / "glm-5-q8_0"))
-text, fits = plan_text(large, gpus=8, gpu_memory=96, width=200)
-print(text.splitlines()[1])
+text, fits = plan_text(large, gpus=8, gpu_memory=96, width=100)
+print(*text.splitlines()[1:3], sep="\n")
 
 # %% [markdown]
 # GLM-5.2 shares top-k choices among layers, and vLLM hands none of them from one pipeline stage to the next: a stage has to begin

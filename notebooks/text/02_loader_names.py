@@ -53,8 +53,8 @@ for name in ("self_attn.kv_b_proj.weight", "mlp.experts.0.up_proj.weight"):
     print(f"{name} -> {answers[f'model.layers.1.{name}']}")
 
 # %% [markdown]
-# The other way round goes wrong too. Quantized parameters are called `qweight` in vLLM, and vllm-gguf-plugin makes that name by a
-# global `replace`. It also hits the indexer's `weights_proj`, and the tensor finds no parameter any more:
+# The other way round goes wrong too. Quantized parameters are called `qweight` in vLLM, and vllm-gguf-plugin (0.0.5) makes that name
+# by this `replace`. It also hits the indexer's `weights_proj`, and the tensor finds no parameter any more:
 
 # %% tags=["nbval-check-output"]
 projections = [name for name in twin if name.endswith("indexer.weights_proj.weight")]
@@ -84,9 +84,8 @@ from glm5lab.views.names import name_map, names_text
 print(names_text(name_map(sample, config, gpu=False), width=140))
 
 # %% [markdown]
-# The same table is a DataFrame, one row a tensor. In JupyterLab the next cell searches it for the file that was chosen above (a
-# number means a layer); saved, it shows what a rank holds of each part when several GPUs share
-# every layer.
+# The same table is a DataFrame, one row a tensor, and knows several GPUs: what each holds when they share every layer of the file that
+# was chosen above. In JupyterLab there is also a search over it (a number means a layer).
 
 # %% tags=["figure"]
 from glm5lab.loading.table import name_table

@@ -189,31 +189,27 @@ compile_figure(compiled).show(renderer="plotly_mimetype")
 # rate of a copy kernel.
 
 # %% tags=["nbval-check-output"]
-from glm5lab.views.kernel_charts import speed_figure, speed_table
+from glm5lab.views.kernel_charts import speed_figure, speed_text
 
 measured = measurements("kernels")
 print(origin(measured))
-print(speed_table(measured, "bf16", 8).round(1).to_string())
+print(speed_text(measured, "bf16", 8))
 
 # %% tags=["figure"]
 speed_figure(measured, "bf16", 8).show(renderer="plotly_mimetype")
 
 # %% [markdown]
-# The bad cases too. Over fp8_ds_mla rows the conversion to fp16 costs more than the memory from 256 tokens on:
+# Over fp8_ds_mla rows half of the bytes move, and every value is converted first, which costs more than the memory in long calls:
 
 # %% tags=["nbval-check-output"]
-print(speed_table(measured, "fp8_ds_mla", 8).round(1).to_string())
+print(speed_text(measured, "fp8_ds_mla", 8))
 
 # %% [markdown]
-# With 64 heads FlashMLA's tile is full and ours was slower. That kernel was replaced for Hopper from 16 tokens on. The figures of the
-# one that is there now come from a later run, without the peers beside it in that run; the peers' are those of the run above.
+# With 64 heads, as without tensor parallelism, the native kernels' tile is full, and the tensor cores bound long calls. A figure of a
+# kernel that was replaced since says so below the table.
 
 # %% tags=["nbval-check-output"]
-from glm5lab.views.roofline import table_64_heads
-
-designs = measurements("sparse_mla_64_heads_designs")
-print(origin(designs))
-print(table_64_heads(measured, designs).round(1).to_string())
+print(speed_text(measured, "bf16", 64))
 
 # %% [markdown]
 # All measured calls against the memory's rate (dots of one group are moved apart sideways). A dot on the line reads its rows as fast
@@ -222,7 +218,7 @@ print(table_64_heads(measured, designs).round(1).to_string())
 # %% tags=["figure"]
 from glm5lab.views.roofline import roofline_figure
 
-roofline_figure(measured, designs).show(renderer="plotly_mimetype")
+roofline_figure(measured).show(renderer="plotly_mimetype")
 
 # %% [markdown]
 # ## With your own GPU

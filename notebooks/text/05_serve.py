@@ -34,17 +34,22 @@ os.environ["GLM5LAB_CACHE"] = str(source.folder / "cache")
 # %% [markdown]
 # ## What a failing start says
 #
-# A start that cannot work: a context longer than the model's. vLLM's last lines are those of a parent that saw its child end.
+# A start that cannot work: 4 KiB for the cache, as where the weights leave no room. The last error in vLLM's log is that of a parent
+# which saw its child end, and the cause is somewhere above it.
 
 # %%
 log = source.folder / "failing.log"
 options = ["--served-model-name", "tiny-glm5"]
-failing = Server.of_file(source.file, options=[*options, "--max-model-len", "99999999"], log=log)
+no_room = [*options, "--kv-cache-memory-bytes", "4096"]
+failing = Server.of_file(source.file, options=no_room, log=log)
 try:
     failing.start()
     failing.wait_ready(timeout_s=240)
 except ServerError:
-    print(*(line[:110] for line in log.read_text().splitlines()[-3:]), sep="\n")
+    lines = log.read_text().splitlines()
+    errors = [number for number, line in enumerate(lines, 1) if "Error: " in line]
+    print(f"{len(lines)} lines, the last error in line {errors[-1]}:")
+    print(lines[errors[-1] - 1])
 finally:
     failing.stop()
 
@@ -58,12 +63,15 @@ from glm5lab.serving.doctor import examine
 
 found = examine([str(log)])
 print(found.verdict, "|", found.layer, "|", found.stage)
-print("cause:", found.cause.partition(":")[0])
+print("cause:", found.cause)
 
 # %%
+import sys
+
 from glm5lab.views.doctor import doctor_text
 
-print(doctor_text(found, width=110).replace(str(source.folder), "FOLDER"))
+text = doctor_text(found, width=110).replace(str(source.folder), "FOLDER")
+print(text.replace(sys.base_prefix, "PYTHON"))
 
 # %% [markdown]
 # ## A start that works
@@ -108,8 +116,8 @@ print("the chat came in more than one piece:", len(pieces) > 1)
 print("together they are text:", len("".join(pieces)) > 0)
 
 # %% [markdown]
-# In JupyterLab the next cell is a chat box; below the answer stand the time to its first piece and what the engine has counted. Saved,
-# it is the engine's counters over the two requests above.
+# What the engine counted during these two requests. In JupyterLab there is a chat box above it, whose answer comes in while the line
+# grows; below the answer stand requests that run and wait, how full the cache is, and the time to the first piece.
 
 # %% tags=["figure"]
 from glm5lab.views.live_server import chat_explorer
