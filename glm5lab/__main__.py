@@ -188,6 +188,10 @@ def map_names(
         Literal["auto", "gpu", "cpu"],
         typer.Option(help="Kernels and bytes as there; auto: as on this machine."),
     ] = "auto",
+    expert_parallel: Annotated[
+        bool | None,
+        typer.Option(help="Whole experts a rank, or slices. Default: as plan proposes."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every tensor as JSON.")] = False,
 ) -> None:
     """Layer 2: which vLLM parameter each tensor fills, and what is left over."""
@@ -195,10 +199,10 @@ def map_names(
 
     gpu = {"auto": None, "gpu": True, "cpu": False}[device]
     if as_json:
-        content, complete = map_json(file, tp, pp, gpu)
+        content, complete = map_json(file, tp, pp, gpu, expert_parallel)
         typer.echo(json_text(content))
     else:
-        text, complete = map_text(file, tp, pp, tensors, gpu)
+        text, complete = map_text(file, tp, pp, tensors, gpu, expert_parallel=expert_parallel)
         typer.echo(text)
     if not complete:
         raise typer.Exit(1)

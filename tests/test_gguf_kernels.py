@@ -12,6 +12,7 @@ from packed import KINDS, numbers, random_blocks, relative_error, type_id
 
 from glm5lab.vllm_plugin import gguf_kernels
 from glm5lab.vllm_plugin.gguf_kernels import Routing, embedding, expert_matmul, matmul
+from glm5lab.vllm_plugin.gguf_parameters import Held
 
 EXACT = 1e-5  # fp32 against the float64 reference
 
@@ -65,6 +66,12 @@ class StandIn:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.triton = False
+
+    def of(self, triton=False):
+        """`gguf_kernels.plugin`; what Triton has is called by its own name."""
+        self.triton = triton
+        return self
 
     def ggml_dequantize(self, weight, kind, rows, columns, dtype):
         self.calls.append("dequantize")
@@ -78,7 +85,7 @@ class StandIn:
         return self._product("matrix", weight, x, kind, rows)
 
     def _product(self, call, weight, x, kind, rows):
-        self.calls.append(call)
+        self.calls.append(f"triton, {call}" if self.triton else call)
         assert weight.is_contiguous()
         assert x.is_contiguous()
         assert weight.shape[0] == rows
@@ -89,6 +96,7 @@ class StandIn:
 
     def ggml_moe_a8_vec(self, x, weight, ids, k, kind, rows, tokens):
         """moe_vec.cuh: one row of the grid for each pair, any expert's number is believed."""
+        assert not self.triton
         self.calls.append("experts, vector")
         assert ids.dtype == torch.int32
         assert ids.is_contiguous()
@@ -103,7 +111,7 @@ class StandIn:
 
     def ggml_moe_a8(self, x, weight, ids, experts, count, kind, rows, k, tokens):
         """moe.cuh: blocks of sorted pairs; a negative expert leaves zeros."""
-        self.calls.append("experts, matrix")
+        self.calls.append("triton, experts" if self.triton else "experts, matrix")
         assert (weight.shape[0] - 1) * weight.stride(0) <= gguf_kernels.INT32
         assert weight[0].is_contiguous()
         assert x.is_contiguous()
@@ -143,7 +151,7 @@ def align(ids, block, experts, expert_map):
 def stand_in(monkeypatch):
     """The way that a GPU takes, with the stand-in at its end."""
     ops = StandIn()
-    monkeypatch.setattr(gguf_kernels, "plugin", lambda: ops)
+    monkeypatch.setattr(gguf_kernels, "plugin", ops.of)
     monkeypatch.setattr(gguf_kernels, "on_gpu", lambda x: True)
     monkeypatch.setattr(
         "vllm.model_executor.layers.fused_moe.moe_align_block_size.moe_align_block_size", align
@@ -161,6 +169,8 @@ def stand_in(monkeypatch):
         ("IQ4_XS", 16, 64, "vector"),
         ("IQ4_XS", 17, 64, "dequantize"),
         ("IQ4_XS", 9, 5152, "dequantize"),
+        ("IQ3_S", 8, 5152, "triton, vector"),
+        ("IQ3_S", 17, 64, "dequantize"),
     ],
 )
 def test_which_kernel_a_product_calls(stand_in, kind, tokens, rows, call):
@@ -179,6 +189,8 @@ def test_which_kernel_a_product_calls(stand_in, kind, tokens, rows, call):
         ("Q4_K", 65, "experts, matrix", 1),
         ("Q4_K", 65, "experts, matrix", 3),
         ("IQ4_XS", 65, "experts, vector", 1),
+        ("IQ3_S", 1, "triton, experts", 1),
+        ("IQ3_S", 65, "triton, experts", 3),
     ],
 )
 def test_which_kernel_experts_call(
@@ -227,7 +239,7 @@ def test_a_layer_of_experts_takes_tokens_in_chunks(stand_in, monkeypatch, types,
     fused = types[0] == types[1]
     names = {"w13_weight": types[0]} if fused else {"w1_weight": types[0], "w3_weight": types[1]}
     names["w2_weight"] = types[2]
-    method.kinds = {n: None if k == "BF16" else type_id(k) for n, k in names.items()}
+    method.held = {n: Held(None if k == "BF16" else type_id(k)) for n, k in names.items()}
     stacks["w13"] = torch.cat([stacks["w1"], stacks["w3"]], dim=1) if fused else None
     for name in names:
         setattr(layer, name, stacks[name.removesuffix("_weight")])

@@ -1,21 +1,24 @@
 """Layer 4 on a GPU: vllm-gguf-plugin's kernels against the gguf package's numbers in float64.
 
-Kernels that multiply blocks round activations to 8 bits in groups of 32 first (half a per cent),
-but not where they add up what a block's minimum multiplies. Experts are called as the layer does.
+Kernels that multiply blocks round activations to 8 bits in groups of 32 first (half a per cent). So
+do the references here; some kernels do not where they add up what a block's minimum multiplies.
+Experts are called as the layer does.
 """
 
 import math
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from packed import KINDS, numbers, random_blocks, relative_error, type_id
 
-from glm5lab.gguf.kernels import MMQ
+from glm5lab.gguf.kernels import MMQ, TRITON
 from glm5lab.gguf.part_reader import PartReader
 from glm5lab.gguf.parts import block_of, whole
 from glm5lab.gguf.reader import open_gguf
 from glm5lab.gguf.sample import write_sample
+from glm5lab.gguf.tensors import type_sizes
 from glm5lab.loading.destinations import Copy
 from glm5lab.loading.streaming import Streamer
 from glm5lab.vllm_plugin import gguf_kernels
@@ -23,30 +26,57 @@ from glm5lab.vllm_plugin.gguf_kernels import Routing, embedding, expert_matmul, 
 
 pytestmark = pytest.mark.gpu
 
-# Relative errors: of products of bf16, and where activations are rounded to 8 bits.
-BF16, ROUNDED = 3e-3, 1e-2
-
-
-def bound(kind: str, tokens: int, rows: int) -> float:
-    """The error allowed for a product, by the kernel that is called."""
-    few = gguf_kernels.FEW_TOKENS[kind in MMQ][rows > gguf_kernels.MANY_ROWS]
-    return ROUNDED if kind in MMQ or tokens <= few else BF16
+BF16 = 3e-3  # relative error
+# Types whose blocks have a minimum: number = minimum + scale * quants, and where the quants begin.
+QUANTS = {"Q4_0": 2, "Q4_1": 4, "Q5_0": 2, "Q5_1": 4, "Q4_K": 16, "Q5_K": 16}
 
 
 @cache
-def weights(kind: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and, in float64, what they stand for; both on the GPU."""
+def weights(kind: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Blocks and, in float64, what they stand for, and the minima in it; all on the GPU."""
     blocks = random_blocks(kind, shape)
-    return blocks.cuda(), numbers(blocks, kind).cuda()
+    lowest = blocks.clone().view(-1, type_sizes()[type_id(kind)][2])
+    lowest[:, QUANTS.get(kind, 0) :] = 0
+    minima = numbers(lowest.view(blocks.shape), kind)
+    return blocks.cuda(), numbers(blocks, kind).cuda(), minima.cuda()
+
+
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations in Q8_1 (quantize_q8_1 of gguf_kernel.cu), and their sums over each group."""
+    groups = x.float().unflatten(-1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    quants = torch.where(scale > 0, groups / scale, 0.0).round()
+    sums = groups.sum(-1, keepdim=True).half().double() / 32
+    return (scale.half().double() * quants).flatten(-2), sums.expand(groups.shape).flatten(-2)
+
+
+def assert_product(
+    found: torch.Tensor,
+    kind: str,
+    exact: bool,
+    x: torch.Tensor,
+    product: Any,
+    values: torch.Tensor,
+    minima: torch.Tensor,
+) -> None:
+    """A kernel's result is that of rounded activations; minima may meet their exact sums."""
+    eight, sums = rounded(x)
+    expected = [product(x.double() if exact else eight, values)]
+    if kind in QUANTS:
+        expected.append(product(eight, values - minima) + product(sums, minima))
+    assert torch.isfinite(found).all()
+    assert min(relative_error(found, e) for e in expected) < BF16
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 5, 17, 130])
 def test_products(kind, tokens):
-    (weight, values), x = weights(kind, (384, 2048)), torch.randn(tokens, 2048).bfloat16().cuda()
+    weight, *numbers_of = weights(kind, (384, 2048))
+    x = torch.randn(tokens, 2048).bfloat16().cuda()
     found = matmul(x, weight, type_id(kind))
-    expected = x.double() @ values.T
-    assert relative_error(found, expected) < bound(kind, tokens, 384)
+    dequantized = kind not in MMQ and tokens > gguf_kernels.FEW_TOKENS[False][0]
+    exact = kind in TRITON or dequantized
+    assert_product(found, kind, exact, x, lambda x, values: x @ values.T, *numbers_of)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,18 +99,20 @@ def test_experts(kind, tokens, spread):
         places = torch.full((experts,), -1, dtype=torch.int32)
         places[held] = torch.arange(len(held), dtype=torch.int32)
         places = places.cuda()
-    weight, values = weights(kind, (experts, rows, columns))
+    weight, *numbers_of = weights(kind, (experts, rows, columns))
     routing = Routing(ids.cuda(), experts, places)
-    here, pairs = routing.here.flatten(), torch.arange(tokens * k)
+    here, pairs = routing.here.flatten(), torch.arange(tokens * k).cuda()
+
+    def product(wide: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """All experts' products, of which a pair has one: less memory than a matrix a pair."""
+        return torch.einsum("pc,erc->per", wide, values)[pairs, ids.flatten().cuda()][here]
+
     for shared in (True, False):
         x = torch.randn(tokens if shared else tokens * k, columns).bfloat16().cuda()
         found = expert_matmul(x, weight[held], type_id(kind), routing, shared)
-        wide = x.double().repeat_interleave(k, 0) if shared else x.double()
-        # All experts' products, of which each pair has one: less memory than a matrix a pair.
-        all_of = torch.einsum("pc,erc->per", wide, values)
-        expected = all_of[pairs.cuda(), ids.flatten().cuda()]
         assert torch.isfinite(found).all()
-        assert relative_error(found[here], expected[here]) < ROUNDED
+        wide = x.repeat_interleave(k, 0) if shared else x
+        assert_product(found[here], kind, kind in TRITON, wide, product, *numbers_of)
 
 
 @pytest.mark.parametrize("tokens", [3, 200])
@@ -98,9 +130,9 @@ def test_stacks_beyond_32_bits_of_bytes(tokens):
     found = expert_matmul(
         x.cuda(), weight, type_id(kind), Routing(ids.cuda(), experts, None), shared=True
     ).view(tokens, len(used), rows)
-    plain = x.double() @ numbers(one, kind).T
+    plain = rounded(x)[0] @ numbers(one, kind).T
     for place, expert in enumerate(used):
-        assert relative_error(found[:, place], plain.roll(expert, 1)) < ROUNDED
+        assert relative_error(found[:, place], plain.roll(expert, 1)) < BF16
 
 
 def test_products_of_a_captured_graph_follow_their_inputs():
@@ -123,9 +155,9 @@ def test_products_of_a_captured_graph_follow_their_inputs():
     x.copy_(fresh)
     ids.copy_(chosen)
     graph.replay()
-    wide = fresh.double().repeat_interleave(k, 0)
+    wide = rounded(fresh)[0].repeat_interleave(k, 0)
     expected = torch.einsum("prc,pc->pr", numbers(weight, kind)[chosen.flatten()], wide)
-    assert relative_error(out, expected) < ROUNDED
+    assert relative_error(out, expected) < BF16
 
 
 @pytest.mark.parametrize("packed", [True, False])

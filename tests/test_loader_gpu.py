@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,17 +29,25 @@ SPREADS = 4.0
 KINDS = ("q8_0", "q4_k_m", "q2_k", "iq4_xs", "mix")
 # Prompts shorter than the top-k of 16: no near-tie can flip among selected rows.
 LENGTHS = [8, 12, 15]
-GPU = {"GLM5LAB_INDEXER": "triton", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+GPU = {
+    "GLM5LAB_INDEXER": "triton",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+# A small part of the GPU each: several engines at once.
+SETTINGS = {
+    **{"dtype": "bfloat16", "attention_backend": "TRITON_MLA_SPARSE", "max_logprobs": -1},
+    **{"gpu_memory_utilization": 0.05},
+}
 
 
 def rows_of(file: Path, **options: object) -> np.ndarray:
     """Log-probabilities of the whole vocabulary after every prompt token but the first."""
-    settings = {"dtype": "bfloat16", "attention_backend": "TRITON_MLA_SPARSE", "max_logprobs": -1}
     code = ENGINE.replace("logprobs=8", "logprobs=-1").replace(
         "(range(3, 15), range(40, 80))", repr([list(case.prompt) for case in prompts(file)])
     )
     child = subprocess.run(
-        [sys.executable, "-c", code, file, json.dumps(settings | options)],
+        [sys.executable, "-c", code, file, json.dumps(SETTINGS | options)],
         env={**os.environ, **GPU},
         capture_output=True,
         text=True,
@@ -72,14 +81,17 @@ def test_blocks_say_what_their_numbers_say(kind, tmp_path):
     file = wide_sample(tmp_path / "blocks", kind)
     plain = tmp_path / "plain.gguf"
     write_float32(open_gguf(file).files, plain)
-    expected, numbers, blocks = hf_rows(file), rows_of(plain), rows_of(file)
+    ranks = [{"tensor_parallel_size": 2, "enable_expert_parallel": ep} for ep in (False, True)]
+    with ThreadPoolExecutor() as pool:
+        engines = [pool.submit(rows_of, path) for path in (plain, file)]
+        if torch.cuda.device_count() > 1:
+            engines += [pool.submit(rows_of, file, **options) for options in ranks]
+        expected = hf_rows(file)
+        numbers, blocks, *divided = (engine.result() for engine in engines)
     spread, found = distance(numbers, expected), distance(blocks, expected)
     print(f"{kind}: bf16 {spread:.5f}, blocks {found:.5f}")
     assert found <= SPREADS * spread
-    if torch.cuda.device_count() < 2:
-        return
-    for expert_parallel in (False, True):
-        options = {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
-        two = distance(rows_of(file, **options), blocks)
-        print(f"{kind}: two GPUs, expert parallel {expert_parallel}: {two:.5f}")
+    for options, rows in zip(ranks, divided, strict=False):
+        two = distance(rows, blocks)
+        print(f"{kind}: two GPUs, expert parallel {options['enable_expert_parallel']}: {two:.5f}")
         assert two <= SPREADS * spread

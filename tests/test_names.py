@@ -292,6 +292,8 @@ def test_the_lists_are_the_plugin_s():
         ("output.weight", "Q6_K", True, "MMVQ + MMQ"),
         ("ffn_up_exps.weight", "Q4_K", True, "MoE MMVQ + MMQ"),
         ("ffn_up_exps.weight", "IQ1_S", True, "MoE MMVQ"),
+        ("ffn_up_exps.weight", "IQ3_S", True, "MoE Triton"),
+        ("attn_output.weight", "IQ3_S", True, "Triton + dequantize"),
         ("ffn_up_shexp.weight", "Q8_0", True, "MMVQ + MMQ"),
         ("ffn_up_exps.weight", "IQ1_S", False, "dequantized"),
         ("ffn_up_exps.weight", "unknown(144)", False, ""),

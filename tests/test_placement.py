@@ -14,6 +14,7 @@ from glm5lab.errors import InputError
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.layout_files import write_layout
 from glm5lab.gguf.layouts import read_layouts
+from glm5lab.gguf.parts import widest_share
 from glm5lab.gguf.placement import DROPPED, placements, stage_layers
 from glm5lab.gguf.reader import open_gguf
 from glm5lab.gguf.sample import write_sample
@@ -113,7 +114,7 @@ def test_the_ranks_parts_add_up_to_the_file(sample, tp, pp, request):
     for name, placement in placements(model, config, tp, pp).items():
         nbytes = model.tensors[name].nbytes
         whole = placement.split == "replicated"
-        assert placement.packed * (1 if whole else tp) == nbytes, name
+        assert (placement.packed - placement.border) * (1 if whole else tp) == nbytes, name
         assert 0 <= placement.stage < pp
         assert placement.loaded >= placement.packed or not placement.kept
 
@@ -193,15 +194,43 @@ def test_what_the_ranks_cannot_divide_is_named(sample_mix):
         table = placements(model, config, tp, **options)
         return "\n".join(p.problem for p in table.values() if p.problem)
 
-    assert problems(1) == ""
-    # Rows of 256 hold one block of Q6_K or Q4_K: half of them is no block.
-    assert "blk.1.ffn_down_exps.weight: 256 columns over 2 ranks are 128 each" in problems(2)
-    assert "Q4_K packs 256; tensor-parallel sizes that work: 1, or whole experts" in problems(2)
-    assert "ffn_down_exps" not in problems(2, expert_parallel=True)
+    assert problems(1) == problems(2) == problems(4) == ""
     assert "blk.0.attn_k_b.weight: 4 heads do not divide by 3 ranks" in problems(3)
     assert "token_embd.weight: 512 rows do not divide by 3 ranks" in problems(3)
-    # Dequantized on the CPU, there are no blocks to respect.
-    assert problems(2, gpu=False) == ""
+    assert "blk.1.ffn_down_exps.weight: 256 columns do not divide by 3 ranks" in problems(3)
+    assert "ffn_down_exps" not in problems(3, expert_parallel=True)
+
+
+def test_ranks_keep_the_blocks_at_their_borders_whole(sample_mix):
+    """Rows of 256 hold one block of Q6_K or Q4_K, of which each of two ranks owns a half."""
+    model = open_gguf(sample_mix)
+    name = "blk.1.ffn_down_exps.weight"  # [12, 256, 256] in Q4_K, 144 bytes a row
+    sliced, whole = 12 * 256 * 144, 6 * 256 * 144
+    place = placements(model, hf_config(model), 2)[name]
+    assert (place.packed, place.loaded, place.border) == (sliced, sliced, sliced // 2)
+    place = placements(model, hf_config(model), 2, expert_parallel=True)[name]
+    assert (place.packed, place.loaded, place.border) == (whole, whole, 0)
+    # As numbers only the share is kept; the blocks are read.
+    place = placements(model, hf_config(model), 2, gpu=False)[name]
+    assert (place.packed, place.loaded, place.border) == (sliced, 12 * 256 * 128 * 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "ranks", "widest"),
+    [
+        *((256, 2, 256), (512, 2, 256), (2048, 8, 256), (2048, 16, 256), (768, 4, 512)),
+        *((1280, 4, 512), (768, 2, 512), (0, 2, 0), (256, 3, 256), (1024, 1, 1024)),
+    ],
+)
+def test_the_widest_share_of_a_row(columns, ranks, widest):
+    """Counted block by block: 768 columns over 4 ranks are 192 each, the second one's in two."""
+    assert widest_share(columns, ranks, 256) == widest
+    share = -(-columns // ranks)
+    blocks = [
+        {column // 256 for column in range(rank * share, min(columns, (rank + 1) * share))}
+        for rank in range(ranks)
+    ]
+    assert max(map(len, blocks)) * 256 == widest
 
 
 def test_whole_experts_a_rank(sample_mix):

@@ -1,7 +1,6 @@
 """Layer 1: does a file fit, spread how, with how many tokens."""
 
 import json
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -180,17 +179,23 @@ def test_splits_are_ranked_and_use_every_gpu(full):
 
 
 def test_slices_across_block_borders_become_whole_experts(sample_mix):
-    """Experts of 256 columns in K types: half of them is no block; other matrices refuse."""
+    """Experts of 256 columns in K types: half of them is no block, both ranks would keep it."""
     model = open_gguf(sample_mix)
     split = evaluate(model, hf_config(model), Card(64.0), ("bf16",), 2, 1)
-    assert split.expert_parallel
-    assert "--enable-expert-parallel" in split.options(Card(64.0))
-    assert any("ffn_down_shexp" in problem for problem in split.problems)
-    for name, tensor in model.tensors.items():
-        if "_shexp" in name:
-            model.tensors[name] = replace(tensor, type="BF16", type_id=30)
-    split = evaluate(model, hf_config(model), Card(64.0), ("bf16",), 2, 1)
     assert (split.expert_parallel, split.problems) == (True, ())
+    assert "--enable-expert-parallel" in split.options(Card(64.0))
+
+
+def test_what_blocks_on_two_ranks_cost_is_said(sample_mix):
+    """Of two shared experts in Q6_K each rank keeps 256 rows of 210 bytes; half is its share."""
+    text, fits = plan_text(sample_mix, 2, 64.0, tp=2, width=1000)
+    assert fits
+    assert (
+        "note: borders between ranks lie inside blocks of Q6_K: of 2 tensors, such as "
+        "blk.1.ffn_down_shexp.weight, each rank keeps the blocks at its borders whole, "
+        "53,760 bytes beside its share of 53,760" in text
+    )
+    assert "lie inside blocks" not in plan_text(sample_mix, 2, 64.0, tp=1, pp=2, width=1000)[0]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def load(file: str, *numbers: str, options: dict[str, Any]) -> dict[str, Any]:
     loader.GgufModelLoader(config.load_config).load_weights(model, config.model_config)
     taken["parameters"] = len(dict(model.named_parameters()))
     taken["packed"] = sum(p.dtype == torch.uint8 for p in model.parameters())
+    taken["sizes"] = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
     its = taken.pop("load")
     ours = in_numbers(model, its.gguf)
     if taken["packed"]:
@@ -86,15 +87,14 @@ def in_numbers(model: torch.nn.Module, gguf: Any) -> dict[str, torch.Tensor]:
         if slots is None:
             continue
         parts = {}
-        kinds = dict(module.quant_method.kinds)
+        method = module.quant_method
         for part, slot in sorted(slots.items()):
             held = found[f"{path}.{slot.parameter}"].narrow(-2, slot.row, slot.rows)
-            kind = kinds[slot.parameter]
-            if kind is not None:
-                flat = gguf_kernels.dequantize(
-                    held.reshape(-1, held.shape[-1]), kind, torch.float32
-                )
-                held = flat.view(*held.shape[:-1], -1)
+            kept = method.held[slot.parameter]
+            if kept.type_id is not None:
+                rows = held.reshape(-1, held.shape[-1])
+                flat = gguf_kernels.dequantize(rows, kept.type_id, torch.float32)
+                held = flat[:, kept.before : flat.shape[1] - kept.behind].view(*held.shape[:-1], -1)
             parts[part] = held
         if "w2" in parts:
             found[f"{path}.w2_weight"] = parts["w2"]

@@ -31,6 +31,9 @@ I_TYPES = frozenset(
         *("IQ3_XXS", "IQ3_S", "IQ4_XS", "IQ4_NL"),
     }
 )
+# Types that the plugin's CUDA code reads wrongly, so that its slower Triton code is called. IQ3_S
+# (ggml-common.h): an old table has 62 where the format says 60, of numbers that go up to 60.
+TRITON = frozenset({"IQ3_S"})
 MMQ = STANDARD | K_TYPES
 QUANTIZED = MMQ | I_TYPES
 
@@ -50,7 +53,8 @@ def kernel(type_name: str, role: str, gpu: bool) -> str:
 
     Returns:
         "unquantized" (plain numbers, vLLM's own kernels), "dequantized" (while loading),
-        "MMVQ + MMQ", "MMVQ + dequantize", "MoE MMVQ + MMQ", "MoE MMVQ", "dequantize rows", or "".
+        "MMVQ + MMQ", "MMVQ + dequantize", "MoE MMVQ + MMQ", "MoE MMVQ", "Triton + dequantize",
+        "MoE Triton", "dequantize rows", or "".
     """
     name = role_name(role)
     if type_name in UNQUANTIZED:
@@ -59,6 +63,8 @@ def kernel(type_name: str, role: str, gpu: bool) -> str:
         return "dequantized" if can_dequantize(type_name) else ""
     if name == "token_embd":
         return "dequantize rows"
+    if type_name in TRITON:
+        return "MoE Triton" if name.endswith("_exps") else "Triton + dequantize"
     if name.endswith("_exps"):
         return "MoE MMVQ + MMQ" if type_name in MMQ else "MoE MMVQ"
     return "MMVQ + MMQ" if type_name in MMQ else "MMVQ + dequantize"

@@ -149,7 +149,12 @@ def shared_starts(config: Mapping[str, Any], stages: Sequence[range]) -> list[st
 
 
 def needed_partition(
-    model: GgufModel, config: Mapping[str, Any], tp: int, pp: int, gpu: bool
+    model: GgufModel,
+    config: Mapping[str, Any],
+    tp: int,
+    pp: int,
+    gpu: bool,
+    expert_parallel: bool = False,
 ) -> tuple[int, ...] | None:
     """Layers a stage where vLLM's own division begins one at a layer that shares its top-k.
 
@@ -159,7 +164,19 @@ def needed_partition(
     layers = config["num_hidden_layers"]
     if not 1 < pp <= layers or not shared_starts(config, stage_layers(layers, pp)):
         return None
-    return balanced_partition(config, placements(model, config, tp, pp, gpu), model, pp)
+    placed = placements(model, config, tp, pp, gpu, expert_parallel)
+    return balanced_partition(config, placed, model, pp)
+
+
+def whole_experts(sliced: Mapping[str, Placement]) -> bool:
+    """Whether GPUs shall hold whole experts instead of a slice of each (expert parallel).
+
+    They shall where slices cannot be, or cut blocks, which would then lie on two ranks each.
+
+    Args:
+        sliced: placements with a slice of every expert a rank.
+    """
+    return any("_exps." in name and (p.border or p.problem) for name, p in sliced.items())
 
 
 def obstacles(config: Mapping[str, Any], tp: int, dcp: int, kv_dtypes: Sequence[str]) -> list[str]:
@@ -186,9 +203,8 @@ def evaluate(
 ) -> Split:
     """Work out one split.
 
-    Where slices of experts cross the borders of quantized blocks, ranks get whole experts; where
-    vLLM's division into stages begins one at a layer that shares its top-k, or where it does not
-    fit, layers are divided by bytes instead.
+    Ranks get whole experts where `whole_experts` says so. Where vLLM's division into stages begins
+    one at a layer that shares its top-k, or does not fit, layers are divided by bytes instead.
 
     Args:
         model: the file; its header is enough.
@@ -203,11 +219,11 @@ def evaluate(
     Raises:
         InputError: `tp` or `pp` cannot be.
     """
-    for expert_parallel in (False, True):
-        placed = placements(model, config, tp, pp, expert_parallel=expert_parallel)
-        problems = [p.problem for p in placed.values() if p.problem]
-        if not any("_exps." in problem for problem in problems):
-            break
+    placed = placements(model, config, tp, pp)
+    expert_parallel = whole_experts(placed)
+    if expert_parallel:
+        placed = placements(model, config, tp, pp, expert_parallel=True)
+    problems = [p.problem for p in placed.values() if p.problem]
 
     def build(partition: tuple[int, ...] | None) -> Split:
         options = (tp, pp, True, expert_parallel, partition)

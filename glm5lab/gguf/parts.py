@@ -6,6 +6,7 @@ blocks, so a part whose columns begin or end inside a block takes those blocks w
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 from glm5lab.gguf.tensors import Tensor, type_sizes
@@ -52,6 +53,12 @@ class Part:
     def nbytes(self) -> int:
         """Bytes of the file that it takes."""
         return prod(self.byte_shape)
+
+    @property
+    def border_bytes(self) -> int:
+        """Of these, those for columns that the part does not hold: the ends of its blocks."""
+        elements, nbytes = block_of(self.tensor)
+        return self.nbytes - self.elements * nbytes // elements
 
     @property
     def whole_rows(self) -> bool:
@@ -109,6 +116,21 @@ def whole(tensor: Tensor) -> Part:
     """All of a tensor."""
     stack, rows, columns = stack_shape(tensor.shape)
     return Part(tensor, range(stack), range(rows), range(columns))
+
+
+def margins(first: int, columns: int, block: int) -> tuple[int, int]:
+    """Columns of the same blocks before and behind `columns` of them that begin at `first`."""
+    return first % block, -(first + columns) % block
+
+
+@cache
+def widest_share(columns: int, ranks: int, block: int) -> int:
+    """Columns of the blocks that a rank's share of a row lies in, on the rank with most of them."""
+    share = -(-columns // ranks)
+    return max(
+        min(share, columns - first) + sum(margins(first, min(share, columns - first), block))
+        for first in range(0, max(1, columns), max(1, share))
+    )
 
 
 def stack_shape(shape: Sequence[int]) -> tuple[int, int, int]:

@@ -3,18 +3,20 @@
 How vLLM divides GLM-5 (deepseek_v2.py and models/deepseek_v32, 0.32 and 0.33): matrices over
 heads and inner widths are cut over the tensor-parallel ranks, the latents' projections and the
 indexer are whole on every rank, vocabularies are cut by rows and padded, layers are dealt to the
-pipeline stages. Per rank the largest share is given; vLLM allocates the same on all of a stage.
+pipeline stages. Where a share of quantized rows begins or ends inside a block, the rank keeps that
+block whole: nothing is repacked. Per rank the largest share is given.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any, Literal
 
 from glm5lab.architecture import has_indexer
-from glm5lab.errors import InputError
+from glm5lab.errors import InputError, counted
 from glm5lab.gguf.kernels import is_packed
+from glm5lab.gguf.parts import widest_share
 from glm5lab.gguf.reader import GgufModel, Tensor
 from glm5lab.gguf.tensors import type_sizes
 
@@ -56,9 +58,10 @@ class Placement:
     Attributes:
         split: how the ranks of a stage divide it ("dropped": no rank loads it).
         stage: pipeline stage that holds it, from 0; -1 when dropped.
-        packed: bytes of one rank's part as the file stores it.
+        packed: bytes of the file that one rank takes, in whole blocks.
         loaded: bytes that this part occupies once loaded, padding included.
         kept: whether the loaded form is still the file's quantized one.
+        border: of `loaded`, bytes of blocks that lie in the next rank's share.
         problem: why the ranks cannot divide it so; "" when they can.
     """
 
@@ -67,6 +70,7 @@ class Placement:
     packed: int = 0
     loaded: int = 0
     kept: bool = False
+    border: int = 0
     problem: str = ""
 
 
@@ -162,13 +166,18 @@ class _Cutter:
     def __call__(self, tensor: Tensor) -> Placement:
         split, rows, columns, problem = self._part(tensor)
         held = min(rows, prod(tensor.shape[:-1]))  # padding rows are not in the file
-        packed = _stored(tensor, held * columns)
-        kept = self._kept(tensor)
+        wide = columns
+        if split == "row":
+            every = (tensor.shape or (1,))[-1]
+            wide = min(every, widest_share(every, self.tp, _block(tensor)))
+        packed = _stored(tensor, held * wide)
+        kept = self.gpu and is_packed(tensor.type, tensor.role, len(tensor.shape))
         if kept:
-            loaded = _stored(tensor, rows * columns)
-        else:
-            loaded = rows * columns * (4 if tensor.role in FLOAT32 else self.itemsize)
-        return Placement(split, 0, packed, loaded, kept, problem)
+            loaded = _stored(tensor, rows * wide)
+            border = loaded - _stored(tensor, rows * columns)
+            return Placement(split, 0, packed, loaded, True, border, problem)
+        loaded = rows * columns * (4 if tensor.role in FLOAT32 else self.itemsize)
+        return Placement(split, 0, packed, loaded, problem=problem)
 
     def _part(self, tensor: Tensor) -> tuple[Split, int, int, str]:
         """How a tensor is split; rows (all leading axes) and columns of one rank; the problem."""
@@ -188,15 +197,8 @@ class _Cutter:
                 )
             return "column", -(-rows // tp), columns, _indivisible(tensor, unit, cut, tp)
         if role in ROW + EXPERTS_ROW:
-            problem = _indivisible(tensor, "columns", columns, tp)
-            if not problem and self._kept(tensor):
-                problem = block_problem(tensor, columns // tp)
-            return "row", rows, -(-columns // tp), problem
+            return "row", rows, -(-columns // tp), _indivisible(tensor, "columns", columns, tp)
         return "replicated", rows, columns, ""
-
-    def _kept(self, tensor: Tensor) -> bool:
-        """Whether a tensor stays quantized."""
-        return self.gpu and is_packed(tensor.type, tensor.role, len(tensor.shape))
 
 
 def _stored(tensor: Tensor, elements: int) -> int:
@@ -204,19 +206,29 @@ def _stored(tensor: Tensor, elements: int) -> int:
     return tensor.nbytes * elements // max(1, prod(tensor.shape))
 
 
-def block_problem(tensor: Tensor, columns: int) -> str:
-    """Why ranks cannot hold `columns` of each of a quantized tensor's rows; "" when they can."""
-    total = tensor.shape[-1]
-    block = type_sizes().get(tensor.type_id, ("", 1, 1))[1]
-    if columns % block == 0:
-        return ""
-    counts = [str(n) for n in range(1, total + 1) if total % (n * block) == 0]
-    other = ", or whole experts a rank (--enable-expert-parallel)" if "_exps" in tensor.role else ""
-    return (
-        f"{tensor.name}: {total} columns over {total // max(1, columns)} ranks are {columns} each, "
-        f"and {tensor.type} packs {block}; tensor-parallel sizes that work: "
-        f"{', '.join(counts) or 'none'}{other}"
-    )
+def _block(tensor: Tensor) -> int:
+    """Numbers in a block of a tensor's type."""
+    return type_sizes().get(tensor.type_id, ("", 1, 1))[1]
+
+
+def border_notes(held: Iterable[tuple[str, str, int, int]]) -> list[str]:
+    """A sentence on the tensors whose blocks are cut by the borders between ranks; none if none.
+
+    Args:
+        held: name, type, bytes that a rank holds, and of these the bytes of other ranks' shares.
+    """
+    cut = [row for row in held if row[3] > 0]
+    if not cut:
+        return []
+    names, types, sizes, borders = zip(*cut, strict=True)
+    what = counted(len(set(names)), "tensor")
+    experts = any("_exps." in name for name in names)
+    avoid = "; whole experts a rank (--enable-expert-parallel) need less" if experts else ""
+    return [
+        f"borders between ranks lie inside blocks of {'/'.join(sorted(set(types)))}: of {what}, "
+        f"such as {names[0]}, each rank keeps the blocks at its borders whole, "
+        f"{sum(borders):,} bytes beside its share of {sum(sizes) - sum(borders):,}{avoid}"
+    ]
 
 
 def _indivisible(tensor: Tensor, unit: str, count: int, tp: int) -> str:

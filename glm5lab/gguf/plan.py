@@ -13,7 +13,7 @@ from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.kernels import DEQUANTIZED, kernel, role_name
 from glm5lab.gguf.memory import GIB, KV_DTYPES, UTILIZATION
 from glm5lab.gguf.parallel import Card, Split, evaluate
-from glm5lab.gguf.placement import placements
+from glm5lab.gguf.placement import border_notes, placements
 from glm5lab.gguf.reader import GgufModel
 
 MOST_GPUS = 4096
@@ -116,6 +116,16 @@ def dequantized_types(model: GgufModel, config: Mapping[str, Any]) -> list[str]:
         "while loading and counted so"
         for kind, names in _by_type(model, config, "dequantized").items()
     ]
+
+
+def borders(model: GgufModel, plan: Plan) -> list[str]:
+    """What blocks that lie on two ranks cost in the best split; nothing where there are none."""
+    best = plan.best
+    options = (best.tp, best.pp, True, best.expert_parallel, best.partition)
+    placed = placements(model, plan.config, *options)
+    return border_notes(
+        (name, model.tensors[name].type, p.loaded, p.border) for name, p in placed.items()
+    )
 
 
 def _by_type(model: GgufModel, config: Mapping[str, Any], kind: str) -> dict[str, list[str]]:

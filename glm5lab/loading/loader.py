@@ -5,7 +5,7 @@ loaders, which take whole tensors, are not called.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.part_reader import PartReader
+from glm5lab.gguf.placement import border_notes
 from glm5lab.gguf.reader import GgufModel
 from glm5lab.json_output import write_json
 from glm5lab.loading.audit import Audit, not_taken, require_none
@@ -77,6 +78,9 @@ class _Load:
         parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         plan = under_first_names(plan, self.model, parameters)
         padded = zero_padding(self.model, parameters)
+        if self.ranks.leads:
+            for note in border_notes(_held(plan)):
+                logger.warning("%s.", note)
         audit = Audit({name: tuple(p.shape) for name, p in parameters.items()}, padded)
         progress = Progress(sum(c.nbytes for c in plan), logger, self.ranks.leads, self._label)
         with PartReader() as reader:
@@ -162,6 +166,14 @@ class _Load:
             "seconds": round(progress.seconds, 3),
         }
         write_json(path, report(audit, sizes, [m for m in mappings if m.dropped], totals))
+
+
+def _held(plan: Sequence[Copy]) -> Iterator[tuple[str, str, int, int]]:
+    """For `border_notes`: what this rank keeps as blocks."""
+    for copy in plan:
+        if copy.packed:
+            part = copy.part
+            yield part.tensor.name, part.tensor.type, part.nbytes, part.border_bytes
 
 
 def under_first_names(

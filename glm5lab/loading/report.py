@@ -46,6 +46,9 @@ def report(
 ) -> dict[str, Any]:
     """The report of one rank.
 
+    A source's bytes are those of the file that were read for it; its border_bytes are those of
+    them that are other ranks' share, where a border between ranks lies inside a block.
+
     Args:
         audit: of the load.
         sizes: dtype and bytes of every parameter.
@@ -58,9 +61,11 @@ def report(
         for part in audit.sources.get(name, ()):
             tensor = part.tensor
             entry = sources.setdefault(
-                tensor.name, {"tensor": tensor.name, "type": tensor.type, "bytes": 0}
+                tensor.name,
+                {"tensor": tensor.name, "type": tensor.type, "bytes": 0, "border_bytes": 0},
             )
             entry["bytes"] += part.nbytes
+            entry["border_bytes"] += part.border_bytes
         dtype, nbytes = sizes[name]
         parameters.append(
             {

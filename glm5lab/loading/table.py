@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     *("shard", "name", "hf", "vllm", "part", "change", "type", "kernel"),
-    *("nbytes", "rank_bytes", "shape", "layer", "stage", "dropped", "problem"),
+    *("nbytes", "rank_bytes", "border_bytes", "shape", "layer", "stage", "dropped", "problem"),
 )
 TEXT = ("name", "hf", "vllm", "part", "change", "type", "kernel", "dropped", "problem")
 FIELDS = [field.name for field in fields(Placement)]
@@ -34,6 +34,7 @@ def name_table(
     pp: int = 1,
     gpu: bool | None = None,
     partition: Sequence[int] | None = None,
+    expert_parallel: bool = False,
 ) -> "pd.DataFrame":
     """Every tensor of a file, one a row, in file order.
 
@@ -44,14 +45,16 @@ def name_table(
         pp: pipeline stages.
         gpu: kernels and bytes as on a GPU or on the CPU; None for what this machine has.
         partition: decoder layers a stage; None for vLLM's own.
+        expert_parallel: whole experts a rank instead of a slice of every expert.
 
     Returns:
         Columns:
         shard (number of the file, from 1), name (in the file), hf (`{e}` for the expert), vllm,
         part ("0", "w1", "" for a whole parameter), change (of the values, besides dequantization),
         type, kernel (see `gguf.kernels`), nbytes (in the file), rank_bytes (of one rank of its
-        stage, once loaded), shape (tuple, torch order), layer (Int64), stage (-1 where dropped),
-        dropped (the reason, or ""), problem (what does not fit, or "").
+        stage, once loaded), border_bytes (of these, in other ranks' shares: ends of blocks), shape
+        (tuple, torch order), layer (Int64), stage (-1 where dropped), dropped (the reason, or ""),
+        problem (what does not fit, or "").
 
     Raises:
         InputError: tp or pp is no count that this model can have.
@@ -61,12 +64,13 @@ def name_table(
     gpu = gpu_here() if gpu is None else gpu
     frame = tensor_frame(model, config)
     tensors = model.tensors.values()
-    placements_of = placements(model, config, tp, pp, gpu, partition=partition)
+    placements_of = placements(model, config, tp, pp, gpu, expert_parallel, partition)
     placed = pd.DataFrame(list(placements_of.values()), columns=FIELDS)
     used = frame["known"] & (frame["dropped"] == "")
     frame["shard"] = [t.shard + 1 for t in tensors]
     frame["nbytes"] = [t.nbytes for t in tensors]
     frame["rank_bytes"] = placed["loaded"].where(used, 0)
+    frame["border_bytes"] = placed["border"].where(used, 0)
     frame["stage"] = placed["stage"].where(used, -1)
     frame["kernel"] = _kernels(frame, gpu).where(used, "")
     opaque = used & (frame["kernel"] == "") & (frame["problem"] == "")

@@ -9,8 +9,8 @@ from glm5lab.errors import counted, printable
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.kernels import gpu_here
 from glm5lab.gguf.layer_ranges import layer_ranges
-from glm5lab.gguf.parallel import environment, needed_partition, shared_starts
-from glm5lab.gguf.placement import stage_layers
+from glm5lab.gguf.parallel import environment, needed_partition, shared_starts, whole_experts
+from glm5lab.gguf.placement import border_notes, placements, stage_layers
 from glm5lab.gguf.reader import GgufModel, require_glm5
 from glm5lab.gguf.tensors import BLOCK_NAME
 from glm5lab.loading.names import split_names
@@ -40,6 +40,7 @@ class NameMap:
         gpu: kernels and bytes as on a GPU, or on the CPU.
         partition: layers a stage where vLLM's own division will not do.
         stages: why it will not do.
+        expert_parallel: whether ranks hold whole experts.
     """
 
     model: GgufModel
@@ -50,6 +51,7 @@ class NameMap:
     gpu: bool = False
     partition: tuple[int, ...] | None = None
     stages: tuple[str, ...] = ()
+    expert_parallel: bool = False
 
     @property
     def problems(self) -> list[str]:
@@ -59,12 +61,15 @@ class NameMap:
 
     @property
     def notes(self) -> list[str]:
-        """What is odd about the file, and the variable that its stages need."""
+        """What is odd about the file, what its stages need, and what its ranks hold."""
         found = notes(self.model)
         for variable, value in environment(self.partition).items():
             why = f"vLLM's own division will not do, {'; '.join(self.stages)}"
             found.append(f"set {variable}={value}, which is counted here: {why}")
-        return found
+        if self.expert_parallel:
+            found.append("whole experts a rank (--enable-expert-parallel) are counted here")
+        columns = self.table[["name", "type", "rank_bytes", "border_bytes"]]
+        return found + border_notes(columns.itertuples(index=False, name=None))
 
     def counts(self) -> dict[str, int]:
         """Numbers of tensors, of those that are loaded or dropped, of parameters and problems."""
@@ -89,16 +94,23 @@ def name_map(
     tp: int = 1,
     pp: int = 1,
     gpu: bool | None = None,
+    expert_parallel: bool | None = None,
 ) -> NameMap:
-    """Map an open file's names; the arguments are those of `name_table`."""
+    """Map an open file's names; the arguments are those of `name_table`.
+
+    Where `expert_parallel` is None, GPUs hold whole experts where `glm5lab plan` proposes it.
+    """
     require_glm5(model)
     config = hf_config(model) if config is None else config
     gpu = gpu_here() if gpu is None else gpu
-    partition = needed_partition(model, config, tp, pp, gpu)
-    table = name_table(model, config, tp, pp, gpu, partition)
+    if expert_parallel is None:
+        expert_parallel = gpu and whole_experts(placements(model, config, tp, pp))
+    partition = needed_partition(model, config, tp, pp, gpu, expert_parallel)
+    table = name_table(model, config, tp, pp, gpu, partition, expert_parallel)
     stages = tuple(shared_starts(config, stage_layers(config["num_hidden_layers"], pp)))
     missing = missing_tensors(model, config)
-    return NameMap(model, table, missing, tp, pp, gpu, partition, stages if pp > 1 else ())
+    stages = stages if pp > 1 else ()
+    return NameMap(model, table, missing, tp, pp, gpu, partition, stages, expert_parallel)
 
 
 def names_text(names: NameMap, tensors: bool = False, width: int | None = None) -> str:
@@ -213,6 +225,7 @@ def map_text(
     tensors: bool = False,
     gpu: bool | None = None,
     width: int | None = None,
+    expert_parallel: bool | None = None,
 ) -> tuple[str, bool]:
     """The name table of a file, and whether everything fits.
 
@@ -223,22 +236,27 @@ def map_text(
         tensors: one line a tensor.
         gpu: as on a GPU or on the CPU; None for what this machine has.
         width: columns; the terminal's when None.
+        expert_parallel: whole experts a rank; None for what `glm5lab plan` proposes.
 
     Raises:
         InputError: the file cannot be read or is not GLM-5, or tp or pp cannot be.
     """
-    names = name_map(opened(source), tp=tp, pp=pp, gpu=gpu)
+    names = name_map(opened(source), None, tp, pp, gpu, expert_parallel)
     return names_text(names, tensors, width), not names.problems
 
 
 def map_json(
-    source: str | Path | GgufModel, tp: int = 1, pp: int = 1, gpu: bool | None = None
+    source: str | Path | GgufModel,
+    tp: int = 1,
+    pp: int = 1,
+    gpu: bool | None = None,
+    expert_parallel: bool | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """`map_text` as plain values: one object a tensor with the columns of `name_table`.
 
     Bytes are whole numbers; layer is null outside the blocks, stage null where dropped.
     """
-    names = name_map(opened(source), tp=tp, pp=pp, gpu=gpu)
+    names = name_map(opened(source), None, tp, pp, gpu, expert_parallel)
     table = names.table.astype(object)
     table["shape"] = table["shape"].map(list)
     table["layer"] = table["layer"].where(table["layer"].notna(), None)
@@ -249,6 +267,7 @@ def map_json(
         "tp": tp,
         "pp": pp,
         "device": "gpu" if names.gpu else "cpu",
+        "expert_parallel": names.expert_parallel,
         "tensors": table.to_dict("records"),
         "counts": names.counts(),
         "stage_bytes": names.stage_bytes(),

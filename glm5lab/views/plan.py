@@ -9,7 +9,7 @@ from glm5lab.errors import counted, printable
 from glm5lab.gguf.layer_ranges import layer_ranges
 from glm5lab.gguf.memory import GIB, KV_DTYPES, index_row_bytes, kv_row_bytes
 from glm5lab.gguf.parallel import Split
-from glm5lab.gguf.plan import Plan, dequantized_types, make_plan
+from glm5lab.gguf.plan import Plan, borders, dequantized_types, make_plan
 from glm5lab.gguf.reader import GgufModel
 from glm5lab.loading.reconcile import sentences
 from glm5lab.views.inspection import notes, opened
@@ -40,7 +40,7 @@ def make_checked_plan(model: GgufModel, gpus: int, gpu_memory: float, **options:
 
 def plan_notes(model: GgufModel, plan: Plan) -> list[str]:
     """What the sums do not say: limits of this version, oddities of the file."""
-    found = [*notes(model), *dequantized_types(model, plan.config)]
+    found = [*notes(model), *dequantized_types(model, plan.config), *borders(model, plan)]
     return found + ([CONTEXT_RANKS] if plan.best.dcp > 1 else [])
 
 

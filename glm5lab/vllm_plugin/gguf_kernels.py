@@ -1,8 +1,9 @@
 """Products with weights that stay as GGUF blocks: the one place that knows vllm-gguf-plugin.
 
-On a GPU its kernels are called (0.0.5: ops.py). They quantize the activations to Q8_1, 8 bits in
-groups of 32, on the way. On the CPU the gguf package dequantizes the blocks for each product, which
-is slow and exact: for tests, and for layers whose experts are spread over CPU ranks.
+On a GPU its kernels are called (0.0.5: ops.py). Those in CUDA quantize the activations to Q8_1, 8
+bits in groups of 32, on the way; one type goes through those in Triton. On the CPU the gguf package
+dequantizes the blocks for each product, which is slow and exact: for tests, and for layers whose
+experts are spread over CPU ranks.
 
 Known limits of the kernels, respected here (csrc/gguf): a grid has 65,535 rows at most, so tokens
 are taken in chunks; moe.cuh multiplies an expert's number by its bytes in 32 bits, so stacks above
@@ -11,6 +12,7 @@ of other ranks become 0 and their weight is 0 as well.
 """
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from glm5lab.errors import Glm5labError
-from glm5lab.gguf.kernels import MMQ
+from glm5lab.gguf.kernels import MMQ, TRITON
 from glm5lab.gguf.tensors import type_sizes
 
 # Tokens up to which a matrix by vector product a token is called, for matrices of few and of many
@@ -32,16 +34,43 @@ INT32 = (1 << 31) - 1
 
 
 @cache
-def plugin() -> Any:
-    """vllm-gguf-plugin's operations; Glm5labError where they cannot be loaded."""
+def plugin(triton: bool = False) -> Any:
+    """vllm-gguf-plugin's operations; Glm5labError where they cannot be loaded.
+
+    Args:
+        triton: those in Triton instead of those in CUDA.
+    """
     try:
         from vllm_gguf_plugin import ops
+
+        if triton:
+            return _triton_operations()
     except Exception as error:
         raise Glm5labError(
             f"quantized weights on a GPU need vllm-gguf-plugin's kernels, which cannot be loaded "
             f"({type(error).__name__}: {error}); run `pip install vllm-gguf-plugin==0.0.5`"
         ) from error
     return ops
+
+
+def _triton_operations() -> Any:
+    """The plugin's Triton code under the names of `ops`."""
+    from vllm_gguf_plugin.triton.dequantize.interface import ggml_dequantize_triton
+    from vllm_gguf_plugin.triton.fused_moe.interface import ggml_moe_a8_triton
+    from vllm_gguf_plugin.triton.fused_moe.utils import get_triton_moe_block_m
+    from vllm_gguf_plugin.triton.gemm.interface import ggml_mul_mat_a8_triton
+
+    return SimpleNamespace(
+        ggml_dequantize=ggml_dequantize_triton,
+        ggml_mul_mat_vec_a8=ggml_mul_mat_a8_triton,
+        ggml_moe_a8=ggml_moe_a8_triton,
+        ggml_moe_get_block_size=get_triton_moe_block_m,
+    )
+
+
+def operations(type_id: int) -> Any:
+    """The plugin's operations for a type."""
+    return plugin(triton=type_sizes()[type_id][0] in TRITON)
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -65,7 +94,8 @@ def dequantize(weight: torch.Tensor, type_id: int, dtype: torch.dtype) -> torch.
     """
     if on_gpu(weight):
         shape = (weight.shape[0], columns_of(weight, type_id))
-        out: torch.Tensor = plugin().ggml_dequantize(weight.contiguous(), type_id, *shape, dtype)
+        ops = operations(type_id)
+        out: torch.Tensor = ops.ggml_dequantize(weight.contiguous(), type_id, *shape, dtype)
         return out
     from gguf import GGMLQuantizationType, quants
 
@@ -93,7 +123,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, type_id: int) -> torch.Tensor:
     few = FEW_TOKENS[sorting][rows > MANY_ROWS]
     x = x.contiguous()
     if tokens <= few or sorting:
-        ops = plugin()
+        ops = operations(type_id)
         product = ops.ggml_mul_mat_vec_a8 if tokens <= few else ops.ggml_mul_mat_a8
         out: torch.Tensor = product(weight, x, type_id, rows)
         return out
@@ -160,13 +190,14 @@ def expert_matmul(
     if type_id is None or not on_gpu(x):
         return _each_expert(x, weight, type_id, routing, shared)
     x, top_k = x.contiguous(), k if shared else 1
-    kind, rows = type_sizes()[type_id][0], weight.shape[1]
-    if kind not in MMQ or tokens <= FEW_EXPERT_TOKENS:
-        out: torch.Tensor = plugin().ggml_moe_a8_vec(
+    kind, rows, ops = type_sizes()[type_id][0], weight.shape[1], operations(type_id)
+    vectors = kind not in MMQ or tokens <= FEW_EXPERT_TOKENS
+    if vectors and kind not in TRITON:
+        out: torch.Tensor = ops.ggml_moe_a8_vec(
             x, weight, routing.local, top_k, type_id, rows, x.shape[0]
         )
         return out
-    ids, experts, count = routing.aligned(plugin().ggml_moe_get_block_size(type_id))
+    ids, experts, count = routing.aligned(ops.ggml_moe_get_block_size(type_id))
     step = max(1, INT32 // weight.stride(0))
     total: torch.Tensor | None = None
     for first in range(0, weight.shape[0], step):
@@ -175,7 +206,7 @@ def expert_matmul(
         if len(group) < weight.shape[0]:
             inside = (experts >= first) & (experts < first + len(group))
             numbers = torch.where(inside, experts - first, -1)
-        out = plugin().ggml_moe_a8(x, group, ids, numbers, count, type_id, rows, top_k, x.shape[0])
+        out = ops.ggml_moe_a8(x, group, ids, numbers, count, type_id, rows, top_k, x.shape[0])
         # Rows of other experts are zero.
         total = out if total is None else total.add_(out)
     assert total is not None

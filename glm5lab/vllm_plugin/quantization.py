@@ -28,15 +28,13 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from glm5lab.errors import InputError
 from glm5lab.gguf.config import hf_config
-from glm5lab.gguf.parts import block_of
-from glm5lab.gguf.placement import block_problem
 from glm5lab.gguf.tensors import Tensor
 from glm5lab.loading.destinations import Slot
 from glm5lab.loading.packing import layer_tensors, log_unpacked, packable
 from glm5lab.loading.prepare import open_prepared
 from glm5lab.vllm_plugin import QUANTIZATION, gguf_kernels
+from glm5lab.vllm_plugin.gguf_parameters import Held, add_parameter, set_slots
 
 logger = init_logger("vllm.glm5lab")
 
@@ -91,42 +89,6 @@ class Glm5QuantizationConfig(QuantizationConfig):
         return None
 
 
-def add_parameter(
-    layer: nn.Module, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-) -> int | None:
-    """Register one parameter for a tensor's blocks or numbers.
-
-    Args:
-        layer: gets it.
-        name: of the parameter.
-        tensor: decides between blocks and numbers.
-        shape: [..., rows, columns] in numbers.
-        dtype: of numbers.
-
-    Returns:
-        The GGML type number of blocks, None for numbers.
-
-    Raises:
-        InputError: the columns of this rank are no whole number of blocks.
-    """
-    if packable(tensor):
-        problem = block_problem(tensor, shape[-1])
-        if problem:
-            raise InputError(
-                tensor.path, problem, "use one of these, or a type with smaller blocks"
-            )
-        elements, nbytes = block_of(tensor)
-        shape, dtype = (*shape[:-1], shape[-1] // elements * nbytes), torch.uint8
-    data = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-    layer.register_parameter(name, data)
-    return tensor.type_id if packable(tensor) else None
-
-
-def set_slots(layer: Any, slots: dict[str, Slot]) -> None:
-    """Let the loader know where the layer's parts lie."""
-    layer.gguf_slots = slots
-
-
 class PackedLinearMethod(LinearMethodBase):
     """A linear layer of which at least one part is kept as blocks.
 
@@ -136,11 +98,11 @@ class PackedLinearMethod(LinearMethodBase):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(sorted(tensors.items()))
-        self.kinds: list[tuple[str, int | None]] = []  # parameter, GGML type number
+        self.held: dict[str, Held] = {}  # by parameter
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -151,13 +113,16 @@ class PackedLinearMethod(LinearMethodBase):
         slots: dict[str, Slot] = {}
         rows = dict(zip(self.tensors, output_partition_sizes, strict=True))
         one = len({tensor.type for tensor in self.tensors.values()}) == 1
+        # Where columns are divided this rank's begin behind those of the ranks before.
+        divided = input_size_per_partition < input_size
+        first = layer.tp_rank * input_size_per_partition if divided else 0
         at = 0
         for number, (part, tensor) in enumerate(self.tensors.items()):
             name = "weight" if one else f"weight_{number}"
             if not one or number == 0:
                 height = sum(rows.values()) if one else rows[part]
                 shape = (height, input_size_per_partition)
-                self.kinds.append((name, add_parameter(layer, name, tensor, shape, params_dtype)))
+                self.held[name] = add_parameter(layer, name, tensor, shape, params_dtype, first)
             slots[part] = Slot(name, at if one else 0, rows[part], packable(tensor))
             at += rows[part]
         set_slots(layer, slots)
@@ -167,12 +132,12 @@ class PackedLinearMethod(LinearMethodBase):
     ) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         found = []
-        for name, type_id in self.kinds:
+        for name, held in self.held.items():
             weight = getattr(layer, name)
-            if type_id is None:
+            if held.type_id is None:
                 found.append(functional.linear(flat, weight))
             else:
-                found.append(gguf_kernels.matmul(flat, weight, type_id))
+                found.append(gguf_kernels.matmul(held.widened(flat), weight, held.type_id))
         out = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
         out = out if bias is None else out + bias
         return out.view(*x.shape[:-1], out.shape[-1])
@@ -186,9 +151,9 @@ class PackedEmbeddingMethod(PackedLinearMethod):
         super().create_weights(layer, *args, **kwargs)
 
     def embedding(self, layer: nn.Module, input_: torch.Tensor) -> torch.Tensor:
-        ((name, type_id),) = self.kinds
-        assert type_id is not None
-        return gguf_kernels.embedding(input_, getattr(layer, name), type_id, self.dtype)
+        ((name, held),) = self.held.items()
+        assert held.type_id is not None
+        return gguf_kernels.embedding(input_, getattr(layer, name), held.type_id, self.dtype)
 
 
 class PackedExpertsMethod(FusedMoEMethodBase):
@@ -205,7 +170,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         both = self.tensors.pop("w1+w3", None)
         if both is not None:
             self.tensors |= {"w1": both, "w3": both}
-        self.kinds: dict[str, int | None] = {}  # parameter -> GGML type number
+        self.held: dict[str, Held] = {}  # by parameter
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *_args: Any
@@ -224,9 +189,9 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         width, gate, up = intermediate_size_per_partition, self.tensors["w1"], self.tensors["w3"]
         slots: dict[str, Slot] = {}
 
-        def add(name: str, tensor: Tensor, rows: int, columns: int) -> None:
+        def add(name: str, tensor: Tensor, rows: int, columns: int, first: int = 0) -> None:
             shape = (num_experts, rows, columns)
-            self.kinds[name] = add_parameter(layer, name, tensor, shape, params_dtype)
+            self.held[name] = add_parameter(layer, name, tensor, shape, params_dtype, first)
 
         if gate.type == up.type:
             add("w13_weight", gate, 2 * width, hidden_size)
@@ -237,7 +202,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
                 add(f"{part}_weight", tensor, width, hidden_size)
                 slots[part] = Slot(f"{part}_weight", 0, width, packable(tensor))
         down = self.tensors["w2"]
-        add("w2_weight", down, hidden_size, width)
+        add("w2_weight", down, hidden_size, width, first=self.moe.tp_rank * width)
         slots["w2"] = Slot("w2_weight", 0, hidden_size, packable(down))
         set_slots(layer, slots)
 
@@ -272,10 +237,11 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         routing = gguf_kernels.Routing(topk_ids, layer.global_num_experts, layer.expert_map)
 
         def product(values: torch.Tensor, name: str, shared: bool) -> torch.Tensor:
-            weight = getattr(layer, name)
-            return gguf_kernels.expert_matmul(values, weight, self.kinds[name], routing, shared)
+            weight, held = getattr(layer, name), self.held[name]
+            values = held.widened(values)
+            return gguf_kernels.expert_matmul(values, weight, held.type_id, routing, shared)
 
-        if "w13_weight" in self.kinds:
+        if "w13_weight" in self.held:
             inner = silu_and_mul(product(x, "w13_weight", True))
         else:
             inner = functional.silu(product(x, "w1_weight", True)) * product(x, "w3_weight", True)
