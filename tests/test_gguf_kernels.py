@@ -165,6 +165,8 @@ def stand_in(monkeypatch):
         ("Q4_K", 1, 64, "vector"),
         ("Q4_K", 6, 64, "vector"),
         ("Q4_K", 7, 64, "matrix"),
+        ("Q4_K", 24, 64, "matrix"),
+        ("Q4_K", 25, 64, "dequantize"),
         ("Q8_0", 3, 5152, "matrix"),
         ("IQ4_XS", 16, 64, "vector"),
         ("IQ4_XS", 17, 64, "dequantize"),
@@ -178,6 +180,14 @@ def test_which_kernel_a_product_calls(stand_in, kind, tokens, rows, call):
     found = matmul(x, weight, type_id(kind))
     assert stand_in.calls == [call]
     assert relative_error(found, x.double() @ numbers(weight, kind).T) < EXACT
+
+
+def test_numbers_for_many_tokens_are_made_a_few_rows_at_a_time(stand_in, monkeypatch):
+    monkeypatch.setattr(gguf_kernels, "NUMBERS", 30 * 256)
+    weight, x = random_blocks("Q6_K", (64, 256)), torch.randn(40, 256)
+    found = matmul(x, weight, type_id("Q6_K"))
+    assert stand_in.calls == ["dequantize"] * 3
+    assert relative_error(found, x.double() @ numbers(weight, "Q6_K").T) < EXACT
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["all experts", "half of them"])
@@ -285,7 +295,8 @@ def test_what_is_measured_is_what_is_compared(stand_in, monkeypatch):
     sizes = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 12, "TOP_K": 3, "HEADS": 512, "CHECKED": 32}
     for name, value in sizes.items():
         monkeypatch.setattr(gguf_weights, name, value)
-    monkeypatch.setattr(gguf_weights, "TOKENS", (1, 7, 70))
+    for name in ("TOKENS", "LINEAR_TOKENS"):
+        monkeypatch.setattr(gguf_weights, name, (1, 7, 70))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     for name in ("randn", "rand", "randint", "tensor"):
         original = getattr(torch, name)

@@ -74,8 +74,8 @@ def test_products(kind, tokens):
     weight, *numbers_of = weights(kind, (384, 2048))
     x = torch.randn(tokens, 2048).bfloat16().cuda()
     found = matmul(x, weight, type_id(kind))
-    dequantized = kind not in MMQ and tokens > gguf_kernels.FEW_TOKENS[False][0]
-    exact = kind in TRITON or dequantized
+    most = gguf_kernels.MORE_TOKENS if kind in MMQ else gguf_kernels.FEW_TOKENS[False][0]
+    exact = kind in TRITON or tokens > most
     assert_product(found, kind, exact, x, lambda x, values: x @ values.T, *numbers_of)
 
 

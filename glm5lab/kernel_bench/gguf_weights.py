@@ -2,13 +2,15 @@
 
 Products: the attention's output projection and a layer's 256 experts, 1 to 1024 tokens. The floor
 is the bytes of the weights that are used over a copy kernel's rate; bf16 reads two to four times as
-many. Loading: one stack of experts from the page cache into GPU memory, beside plain reading.
+many. Loading: one stack of experts from the page cache into GPU memory, beside plain reading by
+one thread and by as many as the loader has.
 """
 
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,11 +23,13 @@ from glm5lab.gguf.parts import whole
 from glm5lab.gguf.tensors import Tensor, type_sizes
 from glm5lab.kernel_bench.timing import Row, copy_rate, measure, relative
 from glm5lab.loading.destinations import Copy
-from glm5lab.loading.streaming import Streamer
+from glm5lab.loading.streaming import PIECE_BYTES, Streamer
 from glm5lab.vllm_plugin.gguf_kernels import Routing, dequantize, expert_matmul, matmul
 
 KINDS = ("Q4_K", "Q6_K", "IQ4_XS", "Q8_0")
 TOKENS = (1, 8, 64, 1024)
+LINEAR_TOKENS = (1, 8, 16, 32, 64, 1024)
+READERS = 4
 HIDDEN, WIDTH, EXPERTS, TOP_K, HEADS = 6144, 2048, 256, 8, 64 * 256
 SETS = 3  # of weights: together more than the caches hold
 CHECKED = 256  # rows of a result that are compared with float64
@@ -76,7 +80,7 @@ def linear(kind: str, rate: float) -> Iterator[Row]:
     packed = [blocks(kind, HIDDEN, HEADS) for _ in range(SETS)]
     plain = [dequantize(weight, number, torch.bfloat16) for weight in packed]
     some = dequantize(packed[0][:CHECKED], number, torch.float32).double()
-    for tokens in TOKENS:
+    for tokens in LINEAR_TOKENS:
         x = torch.randn(tokens, HEADS, device="cuda", dtype=torch.bfloat16)
         expected = x.double() @ some.T
 
@@ -161,9 +165,10 @@ def bench_loading(folder: Path | None = None) -> dict[str, float]:
         tensor = Tensor("experts", shape, type_number(kind), kind, nbytes, 0, path, 0)
         width = len(one) // (2 * WIDTH)
         parameter = torch.empty(EXPERTS, 2 * WIDTH, width, dtype=torch.uint8, device="cuda")
-        seconds: dict[str, list[float]] = {"read": [], "load": []}
+        seconds: dict[str, list[float]] = {"read": [], "read_together": [], "load": []}
         for _ in range(4):  # the first round warms the page cache and the pinned buffers
-            seconds["read"].append(_plain_read(path))
+            seconds["read"].append(_plain_read(path, 1))
+            seconds["read_together"].append(_plain_read(path, READERS))
             began = time.perf_counter()
             with PartReader() as reader:
                 copy = Copy("experts", whole(tensor), packed=True)
@@ -171,23 +176,29 @@ def bench_loading(folder: Path | None = None) -> dict[str, float]:
                     pass
             torch.cuda.synchronize()
             seconds["load"].append(time.perf_counter() - began)
-        read, load = (sorted(seconds[name][1:])[1] for name in ("read", "load"))
+        rates = {name: nbytes / sorted(took[1:])[1] for name, took in seconds.items()}
     return {
         "bytes": nbytes,
-        "read_bytes_s": nbytes / read,
-        "load_bytes_s": nbytes / load,
-        "load_over_read": read / load,
+        **{f"{name}_bytes_s": rate for name, rate in rates.items()},
+        "load_over_read": rates["load"] / rates["read"],
+        "load_over_read_together": rates["load"] / rates["read_together"],
     }
 
 
-def _plain_read(path: Path) -> float:
-    """Seconds in which one thread reads a file into a buffer of 16 MiB."""
-    buffer = memoryview(bytearray(16 << 20))
-    began = time.perf_counter()
+def _plain_read(path: Path, threads: int) -> float:
+    """Seconds in which some threads read a file into buffers of 16 MiB."""
+    buffers = [bytearray(PIECE_BYTES) for _ in range(threads)]
     descriptor = os.open(path, os.O_RDONLY)
+    size = os.fstat(descriptor).st_size
+
+    def read(number: int) -> None:
+        for start in range(number * PIECE_BYTES, size, threads * PIECE_BYTES):
+            os.preadv(descriptor, [buffers[number]], start)
+
+    began = time.perf_counter()
     try:
-        while os.readv(descriptor, [buffer]):
-            pass
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(read, range(threads)))
     finally:
         os.close(descriptor)
     return time.perf_counter() - began

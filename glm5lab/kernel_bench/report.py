@@ -98,8 +98,11 @@ def run_weights(out: Path | None, echo: Callable[[str], None]) -> None:
         rows.append({k: v for k, v in asdict(row).items() if v == v and v != ""})
     loading = bench_loading()
     echo(
-        "loading {load:.2f} GB/s, plain reading {read:.2f} GB/s from the page cache".format(
-            load=loading["load_bytes_s"] / 1e9, read=loading["read_bytes_s"] / 1e9
+        "GB/s from the page cache: loading {load:.2f}, plain reading {read:.2f} by one thread, "
+        "{together:.2f} by several".format(
+            load=loading["load_bytes_s"] / 1e9,
+            read=loading["read_bytes_s"] / 1e9,
+            together=loading["read_together_bytes_s"] / 1e9,
         )
     )
     document = {**machine(), "command": "glm5lab bench weights", "copy_tb_s": rate / 1e6}

@@ -27,6 +27,12 @@ from glm5lab.gguf.tensors import type_sizes
 # rows, by whether there is a kernel for more (linear.py of the plugin).
 FEW_TOKENS = {True: (6, 2), False: (16, 8)}
 MANY_ROWS = 5120
+# Tokens up to which the kernel for more is called. It takes 730 to 1050 us for 64 tokens of the
+# attention's output on an H200 and 16 times that for 1024; numbers made for the product and
+# multiplied by cuBLAS take 360 and 560 (data/measurements/gguf_weights.json).
+MORE_TOKENS = 24
+# Numbers that are made at once: 128 MiB in bf16.
+NUMBERS = 64 << 20
 # From more tokens on experts' products go through the kernel that sorts tokens by expert.
 FEW_EXPERT_TOKENS = 64
 GRID = 65535
@@ -122,12 +128,16 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, type_id: int) -> torch.Tensor:
     sorting = type_sizes()[type_id][0] in MMQ
     few = FEW_TOKENS[sorting][rows > MANY_ROWS]
     x = x.contiguous()
-    if tokens <= few or sorting:
+    if tokens <= few or (sorting and tokens <= MORE_TOKENS):
         ops = operations(type_id)
         product = ops.ggml_mul_mat_vec_a8 if tokens <= few else ops.ggml_mul_mat_a8
         out: torch.Tensor = product(weight, x, type_id, rows)
         return out
-    return functional.linear(x, dequantize(weight, type_id, x.dtype))
+    step = max(1, NUMBERS // x.shape[1])
+    parts = [
+        functional.linear(x, dequantize(some, type_id, x.dtype)) for some in weight.split(step)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def embedding(
