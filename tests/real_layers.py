@@ -8,8 +8,10 @@ file and says what comes out. Prints one line of JSON: errors of the layers' out
 many tokens, bytes, seconds.
 """
 
+import contextlib
 import json
 import os
+import resource
 import sys
 import time
 import zlib
@@ -186,12 +188,6 @@ def read_seconds(path: Path, threads: int) -> float:
     return time.perf_counter() - began
 
 
-def memory(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
-
-
 def watch_loading(figures: dict[str, Any]) -> None:
     """Note how much the process grows while weights load, and what a GPU holds then."""
     from glm5lab.loading import loader
@@ -200,10 +196,13 @@ def watch_loading(figures: dict[str, Any]) -> None:
     original = its_class.load_weights
 
     def load_weights(self: Any, model: Any, config: Any) -> None:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = memory("VmRSS")
+        # Where the peak cannot be set back, an earlier one counts too: a bound from above.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         original(self, model, config)
-        figures["host_bytes"] = memory("VmHWM") - before
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        figures["host_bytes"] = peak - before
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             figures["gpu_bytes"] = torch.cuda.memory_allocated()

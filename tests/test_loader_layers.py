@@ -23,7 +23,11 @@ SMALL = {
     **{"num_experts_per_tok": 3, "moe_intermediate_size": 512, "intermediate_size": 1024},
     **{"index_n_heads": 16, "index_topk": 16},
 }
-ENGINE = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 1}
+# Few tokens a batch: the buffer for their top-k would count as much as a layer.
+ENGINE = {
+    **{"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 1},
+    **{"max_num_batched_tokens": 256},
+}
 MIB = 1 << 20
 # Two products behind each other, each of which rounds activations to 8 bits: 1e-2 for each.
 TWO_PRODUCTS = 2e-2
