@@ -125,6 +125,7 @@ def test_blocks_are_those_of_the_numbers_that_vllms_own_code_gives(tmp_path, kin
     found = loaded(file, tp=tp, rank=rank, ep=ep, quantization="glm5lab", dtype="float32")
     assert found["different"] == []
     assert found["packed"] > 30
+    assert found["opened"] == 1  # for building the layers and for filling them
 
 
 @pytest.mark.parametrize(

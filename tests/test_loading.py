@@ -24,6 +24,7 @@ from glm5lab.gguf.tensors import Tensor
 from glm5lab.loading import names, progress, report, transforms
 from glm5lab.loading.audit import Audit, not_taken, require_none
 from glm5lab.loading.destinations import Copy
+from glm5lab.loading.opened import forget, opened
 from glm5lab.loading.prepare import (
     MARKER,
     find_gguf,
@@ -139,6 +140,28 @@ def test_a_moved_shard_is_named(tmp_path):
     path.rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(InputError, match="prepare"):
         open_prepared(folder)
+
+
+def test_a_folder_is_opened_once_while_its_files_stay_as_they_are(tmp_path):
+    from glm5lab.gguf.sample import write_sample
+
+    path = write_sample(tmp_path / "a")
+    folder = prepare(path, tmp_path / "prepared")
+    first = opened(folder)
+    assert opened(folder) is first
+    assert opened(folder).complete is first.complete
+    os.utime(path, ns=(1, 1))
+    second = opened(folder)
+    assert second is not first
+    forget()
+    assert opened(folder) is not second
+    forget()
+    with path.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(InputError, match="run `glm5lab prepare` again"):
+        opened(folder)
+    with pytest.raises(InputError, match=r"has no glm5lab\.json"):
+        opened(tmp_path)
 
 
 def test_find_gguf_leaves_other_models_alone(sample_f32, tmp_path):

@@ -135,6 +135,31 @@ def test_map_and_plan_count_the_same_bytes(sample, request):
     assert map_json(path, 1, 2, gpu=True)[0]["stage_bytes"] == weights
 
 
+@pytest.mark.parametrize("options", [[], ["--expert-parallel"], ["--no-expert-parallel"]])
+def test_map_gives_whole_experts_where_plan_does(options, sample_mix, capsys):
+    """Half an expert's row of 256 is no block; slices are mapped where they are asked for."""
+    whole = options != ["--no-expert-parallel"]
+    with pytest.raises(SystemExit) as ended:
+        main(["map", str(sample_mix), "--tp", "2", "--device", "gpu", "--json", *options])
+    assert not ended.value.code
+    content = json.loads(capsys.readouterr().out)
+    split = plan_json(sample_mix, 2, 8.0, tp=2)[0]["splits"][0]
+    assert split["expert_parallel"]
+    assert content["expert_parallel"] == whole
+    assert content["problems"] == split["problems"] == []
+    weights = [stage["packed_bytes"] + stage["dequantized_bytes"] for stage in split["stages"]]
+    assert (content["stage_bytes"] == weights) == whole
+    stacks = [row for row in content["tensors"] if row["name"].endswith("ffn_down_exps.weight")]
+    assert all((row["border_bytes"] == 0) == whole for row in stacks)
+    counted = "whole experts a rank (--enable-expert-parallel) are counted here"
+    assert (counted in content["warnings"]) == whole
+    # What is not an expert's has borders inside blocks either way.
+    border = [note for note in content["warnings"] if "borders between ranks lie inside" in note]
+    assert len(border) == 1
+    assert ("need less" in border[0]) != whole
+    assert not map_json(sample_mix, 2, gpu=False)[0]["expert_parallel"]
+
+
 def test_json_names_files_and_shards_as_inspect_does(sample_mix, tmp_path):
     ours, theirs = map_json(sample_mix)[0], inspect_json(sample_mix)
     for field in ("file", "shards"):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import vllm_rank
 
-from glm5lab.loading import destinations, transforms
+from glm5lab.loading import destinations, opened, transforms
 from glm5lab.loading import loader as loader_module
 from glm5lab.loading.ranks import Ranks
 from glm5lab.vllm_plugin import gguf_kernels
@@ -26,6 +26,19 @@ loader: Any = loader_module
 def share_of_rank_0(self: Any, total: range, local: int, rank: int) -> range:
     """The mistake of which the plugin's issue 103 tells."""
     return total[:local]
+
+
+def counted(module: Any, name: str) -> list[Any]:
+    """Grows by one with each call of a module's function from now on."""
+    calls: list[Any] = []
+    original = getattr(module, name)
+
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return original(*args)
+
+    setattr(module, name, noted)
+    return calls
 
 
 def poison(model: torch.nn.Module) -> None:
@@ -43,6 +56,7 @@ def load(file: str, *numbers: str, options: dict[str, Any]) -> dict[str, Any]:
         place._share = share_of_rank_0
     if draft:
         options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
+    opens = counted(opened, "open_prepared")
     model: Any
     model, config = vllm_rank.build(
         file, tp, pp, rank, bool(expert_parallel), device="cpu", draft=draft, **options
@@ -66,6 +80,7 @@ def load(file: str, *numbers: str, options: dict[str, Any]) -> dict[str, Any]:
     loader.GgufModelLoader(config.load_config).load_weights(model, config.model_config)
     taken["parameters"] = len(dict(model.named_parameters()))
     taken["packed"] = sum(p.dtype == torch.uint8 for p in model.parameters())
+    taken["opened"] = len(opens)
     taken["sizes"] = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
     its = taken.pop("load")
     ours = in_numbers(model, its.gguf)

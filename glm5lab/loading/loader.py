@@ -17,7 +17,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.part_reader import PartReader
 from glm5lab.gguf.placement import border_notes
 from glm5lab.gguf.reader import GgufModel
@@ -26,10 +25,9 @@ from glm5lab.loading.audit import Audit, not_taken, require_none
 from glm5lab.loading.destinations import Copy, copies
 from glm5lab.loading.mtp import is_mtp, mtp_mappings
 from glm5lab.loading.names import NameMapping
-from glm5lab.loading.prepare import open_prepared
+from glm5lab.loading.opened import Opened, forget, opened
 from glm5lab.loading.progress import Progress
 from glm5lab.loading.ranks import Ranks, ranks_of
-from glm5lab.loading.reconcile import require_complete
 from glm5lab.loading.report import report, report_path
 from glm5lab.loading.streaming import Streamer
 
@@ -55,10 +53,12 @@ class GgufModelLoader(BaseModelLoader):
         group = get_tp_group() if draft else get_world_group()
         ranks = ranks_of(group.ranks, "mtp" if draft else "model")
         try:
-            _Load(model, open_prepared(model_config.model), ranks, draft).run()
+            _Load(model, opened(model_config.model), ranks, draft).run()
         except BaseException as error:
             ranks.fail(error)
             raise
+        finally:
+            forget()
 
 
 @dataclass
@@ -66,9 +66,14 @@ class _Load:
     """One load of one model on this rank."""
 
     model: nn.Module
-    gguf: GgufModel
+    opened: Opened
     ranks: Ranks
     draft: bool
+
+    @property
+    def gguf(self) -> GgufModel:
+        """The opened file."""
+        return self.opened.model
 
     def run(self) -> None:
         """Fill, compare with the other ranks, report."""
@@ -102,10 +107,9 @@ class _Load:
         return f"rank {self.ranks.rank} of {len(self.ranks.members)}"
 
     def _mappings(self) -> list[NameMapping]:
-        config = hf_config(self.gguf)
         if self.draft:
-            return mtp_mappings(self.gguf, config)
-        return require_complete(self.gguf, config).mappings
+            return mtp_mappings(self.gguf, self.opened.config)
+        return self.opened.complete.mappings
 
     def _elsewhere(self, name: str) -> bool:
         return is_pp_missing_parameter(name, self.model)

@@ -10,7 +10,7 @@ from glm5lab.gguf.parts import whole
 from glm5lab.gguf.reader import GgufModel
 from glm5lab.gguf.tensors import Tensor
 from glm5lab.loading.mtp import mtp_mappings
-from glm5lab.loading.reconcile import require_complete
+from glm5lab.loading.opened import Opened
 
 MIB = 1 << 20
 BF16 = 2
@@ -21,17 +21,17 @@ def packable(tensor: Tensor) -> bool:
     return is_packed(tensor.type, tensor.role, len(tensor.shape))
 
 
-def layer_tensors(model: GgufModel, config: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+def layer_tensors(found: Opened) -> dict[str, dict[str, Tensor]]:
     """For every layer its tensors, by part ("" for the only one, "0", "w1").
 
     Layers are named as vLLM names them while it builds them: the prediction block without
     `mtp_block`, experts without `routed_experts`.
 
-    Args:
-        model: the opened file.
-        config: from `gguf.config.hf_config`.
+    Raises:
+        InputError: the file holds no complete GLM-5.
     """
-    mappings = require_complete(model, config).loaded
+    model, config = found.model, found.config
+    mappings = found.complete.loaded
     if config.get("num_nextn_predict_layers"):
         mappings = mappings + _mtp(model, config)
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)

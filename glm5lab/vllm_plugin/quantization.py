@@ -28,11 +28,10 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.tensors import Tensor
 from glm5lab.loading.destinations import Slot
+from glm5lab.loading.opened import opened
 from glm5lab.loading.packing import layer_tensors, log_unpacked, packable
-from glm5lab.loading.prepare import open_prepared
 from glm5lab.vllm_plugin import QUANTIZATION, gguf_kernels
 from glm5lab.vllm_plugin.gguf_parameters import Held, add_parameter, set_slots
 
@@ -68,8 +67,7 @@ class Glm5QuantizationConfig(QuantizationConfig):
     @cached_property
     def layers(self) -> dict[str, dict[str, Tensor]]:
         """Layer, as vLLM names it while building -> part -> the tensor that fills it."""
-        model = open_prepared(self.folder)
-        layers = layer_tensors(model, hf_config(model))
+        layers = layer_tensors(opened(self.folder))
         log_unpacked(layers, logger.warning)
         return layers
 
