@@ -87,13 +87,23 @@ def test_every_comparison_names_cases_and_a_native_one():
 
 
 def test_a_soak_fails_on_other_tokens_and_on_rising_memory():
-    flat = {"same": True, "memory_mib": [10, 90, 100, 100, 100, 100]}
+    good = {"answers": 80, "equal": 70, "strangers": 1}
+    flat = {"same": True, "memory_mib": [10, 90, 100, 100, 100, 100], "among": good}
     assert not soak.wrong(flat)
     rising = flat | {"memory_mib": [10, 20, 30, 40, 50, 60]}
     assert soak.wrong(rising) == ["soak: memory rises from 40 to 60 MiB"]
     assert soak.wrong(flat | {"same": False}) == [
         "soak: the fixed sample got other tokens afterwards"
     ]
+    (line,) = soak.wrong(flat | {"among": good | {"strangers": 2}})
+    assert line.startswith("soak: 2 of 80 answers among other requests went")
+
+
+def test_an_answer_among_others_is_equal_or_parts_near_or_is_a_stranger():
+    before = [{"tokens": [5, 6, 7], "likeliest": [[5, 1], [6, 2], [7, 3]]}]
+    answers_among = [(0, [5, 6, 7]), (0, [5, 2, 9]), (0, [5, 6, 4]), (0, [5, 6])]
+    found = soak.compared(before, answers_among)
+    assert found == {"answers": 4, "equal": 1, "strangers": 2}
 
 
 def test_the_model_has_real_attention_and_a_folder_is_taken_as_it_is(tmp_path):

@@ -64,11 +64,15 @@ def first_ms(engine: Any, length: int, seed: int) -> float:
     return elapsed
 
 
-def submit(engine: Any, prompts: Sequence[list[int]], tokens: int) -> list[str]:
+def submit(
+    engine: Any, prompts: Sequence[list[int]], tokens: int, logprobs: int | None = None
+) -> list[str]:
     """Hand greedy requests to the engine; returns their names."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+    )
     names = [f"{time.perf_counter_ns()}-{i}" for i in range(len(prompts))]
     for name, tokens_in in zip(names, prompts, strict=True):
         engine.add_request(name, {"type": "token", "prompt_token_ids": tokens_in}, sampling)
