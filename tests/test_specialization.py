@@ -42,6 +42,20 @@ def test_sparse_mla(form, heads, monkeypatch):
             assert new_forms(forms, run, tokens, 2048, 300, 16, in_parts) == {}, tokens
 
 
+def test_pages_looked_up():
+    def run(tokens, pages, first=0):
+        q, kv, indices, lengths = make_case(BF16, tokens, 8, 64, 2048, 16)
+        requests = torch.zeros(tokens + first, dtype=torch.int32)[first:]
+        table = (torch.zeros(3, pages, dtype=torch.int32), requests)
+        sparse_mla.sparse_mla(q, kv, indices, 0.06, lengths, table=table)
+
+    with forms_on(90) as forms:
+        for tokens in (1, 40, 130, 300):
+            run(tokens, 16)
+        for case in ((2, 16), (17, 16), (33, 1), (50, 5), (200, 2048), (9, 16, 1)):
+            assert new_forms(forms, run, *case) == {}, case
+
+
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_a_cache_of_more_than_2_to_the_31_elements(fp8):
     def run(rows):

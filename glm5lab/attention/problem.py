@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm5lab.attention.reference import request_slots
 from glm5lab.attention.tiles import Tile
 
 # Kernels exponentiate by exp2; the LSE they return is a natural logarithm.
@@ -30,6 +31,7 @@ class Problem:
         scale: factor on the scores.
         d_v: width of the values.
         q_rope: [T, H, D - d_v], last dimension contiguous, or None.
+        table: [R, pages] and [T], contiguous: indices are places in requests; or None.
     """
 
     q: torch.Tensor
@@ -39,6 +41,7 @@ class Problem:
     scale: float
     d_v: int
     q_rope: torch.Tensor | None = None
+    table: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def whole(self) -> "Problem":
@@ -46,6 +49,14 @@ class Problem:
         if self.q_rope is None:
             return self
         return replace(self, q=torch.cat((self.q, self.q_rope), -1), q_rope=None)
+
+    @property
+    def in_slots(self) -> "Problem":
+        """The same with slots as indices."""
+        if self.table is None:
+            return self
+        slots = request_slots(self.indices, self.table, self.pages.shape[1])
+        return replace(self, indices=slots, table=None)
 
     @property
     def rope_part(self) -> torch.Tensor:

@@ -28,6 +28,8 @@ from glm5lab.attention.row_formats import unpack_fp8_rows as unpack_fp8_rows
 
 # Queries, or their latent and their rotary part.
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# Page numbers of requests, and the request of each token.
+Table = tuple[torch.Tensor, torch.Tensor]
 
 
 def check_sparse_mla_arguments(
@@ -38,6 +40,7 @@ def check_sparse_mla_arguments(
     d_v: int,
     out: torch.Tensor | None,
     check: bool = False,
+    table: Table | None = None,
 ) -> None:
     """Raise ValueError naming the first argument of `sparse_mla` that does not fit."""
     first = q[0] if isinstance(q, tuple) else q
@@ -70,8 +73,26 @@ def check_sparse_mla_arguments(
         )
     if out is not None and out.shape != (tokens, heads, d_v):
         raise ValueError(f"out: expected [{tokens}, {heads}, {d_v}], got shape {tuple(out.shape)}")
-    if check:
+    if table is not None:
+        _check_table(table, tokens, kv, check)
+    elif check:
         _check_slots(indices, kv[..., 0].numel())
+
+
+def _check_table(table: Table, tokens: int, kv: torch.Tensor, check: bool) -> None:
+    pages, requests = table
+    if pages.dim() != 2 or requests.shape != (tokens,) or kv.dim() != 3:
+        raise ValueError(
+            f"table: expected [requests, pages] and [{tokens}] beside kv in pages, got shapes "
+            f"{tuple(pages.shape)} and {tuple(requests.shape)} beside {tuple(kv.shape)}"
+        )
+    for part in table:
+        if (part.dtype, part.device) != (torch.int32, kv.device):
+            raise ValueError(
+                f"table: expected int32 on {kv.device}, got {part.dtype} on {part.device}"
+            )
+    if check:
+        raise ValueError("check: expected False beside a table, whose places it cannot judge")
 
 
 def _rope_width(latent: torch.Tensor, rope: torch.Tensor, d_v: int) -> int:
@@ -121,6 +142,7 @@ def sparse_mla(
     d_v: int = 512,
     out: torch.Tensor | None = None,
     check: bool = False,
+    table: Table | None = None,
     tokens_at_once: int = 128,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query token over its own list of cached latent rows.
@@ -139,6 +161,9 @@ def sparse_mla(
         d_v: width of the values, the first d_v columns of a row (512 for GLM-5).
         out: [T, H, d_v], written in place when given.
         check: raise when a slot lies outside kv.
+        table: where indices are not slots but positions in each token's request: page numbers
+            [R, pages] of the requests and the request [T] of each token, int32; a position behind
+            the pages is an empty place. kv is then in pages.
         tokens_at_once: query tokens whose rows are gathered together, to bound memory.
 
     Returns:
@@ -148,7 +173,9 @@ def sparse_mla(
     Raises:
         ValueError: an argument has the wrong shape or dtype; the message names it.
     """
-    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check)
+    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check, table)
+    if table is not None:
+        indices = request_slots(indices, table, kv.shape[1])
     q = torch.cat(q, -1) if isinstance(q, tuple) else q
     tokens, heads, _ = q.shape
     slots = kv[..., 0].numel()
@@ -308,6 +335,19 @@ def top_k(
     chosen = torch.full((tokens, k), -1, dtype=torch.int32, device=logits.device)
     chosen[:, : columns.shape[1]] = torch.where(columns == width, -1, columns)
     return chosen
+
+
+def request_slots(positions: torch.Tensor, table: Table, page_size: int) -> torch.Tensor:
+    """Cache slots [T, K] int32 of positions in each token's request; see `sparse_mla`.
+
+    Args:
+        positions: [T, K] integers; -1, and positions behind a request's pages, become -1.
+        table: page numbers [R, pages] and the request [T] of each token.
+        page_size: rows a page.
+    """
+    pages, requests = table
+    known = (positions >= 0) & (positions < pages.shape[1] * page_size)
+    return slots_of(positions.where(known, -1), pages[requests.long()], page_size)
 
 
 def slots_of(positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> torch.Tensor:

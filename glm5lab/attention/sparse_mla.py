@@ -20,7 +20,7 @@ from glm5lab.attention import triton_interpreted
 from glm5lab.attention.arguments import check_kernels_run_on, on_device_of
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import ANYWHERE, FAR, LN2, RUNTIME, Parts, Problem
-from glm5lab.attention.reference import Query, check_sparse_mla_arguments
+from glm5lab.attention.reference import Query, Table, check_sparse_mla_arguments
 from glm5lab.attention.sparse_mla_fp8 import attend_fp8
 from glm5lab.attention.tiles import (
     INTERPRETER,
@@ -39,7 +39,29 @@ MAX_D_V, MAX_ROPE = 512, 64
 HOPPER_FP8 = os.environ.get("GLM5LAB_HOPPER_FP8", "0") == "1"
 
 
-@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit
+def _look_up(p_i, p_slot, start, end, p_page, pages, page_size, SCAN: tl.constexpr):
+    """Write the slots of a part's places, each page number looked up; returns the part's end.
+
+    Every program does so for its own part, once: within the loop over blocks each thread would
+    look up all rows that it helps to load, at 22 to 87 registers more.
+    """
+    o_k = start + tl.arange(0, SCAN)
+    b_at = tl.load(p_i + o_k, mask=o_k < end, other=-1)
+    b_page = b_at // page_size
+    m_k = (b_at >= 0) & (b_page < pages)
+    b_page = tl.load(p_page + b_page, mask=m_k, other=-1)
+    b_slot = tl.where(m_k, b_page * page_size + b_at % page_size, -1)
+    tl.store(p_slot + o_k, b_slot, mask=o_k < end)
+    tl.debug_barrier()
+    # A short context fills the list's beginning: what lies behind its last place costs nothing.
+    return tl.max(tl.where(m_k, o_k + 1, start), 0)
+
+
+@triton.jit(
+    do_not_specialize=[*RUNTIME, "stride_table", "request_pages"],
+    do_not_specialize_on_alignment=[*ANYWHERE, "table_ptr", "request_ptr"],
+)
 def _attend_kernel(
     q_ptr,
     kv_ptr,
@@ -65,6 +87,11 @@ def _attend_kernel(
     q_rope_ptr,
     stride_rt,
     stride_rh,
+    table_ptr,
+    request_ptr,
+    slots_ptr,
+    request_pages,
+    stride_table,
     D_V: tl.constexpr,
     D_ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -75,12 +102,15 @@ def _attend_kernel(
     PAGED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     EARLY: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    SCAN: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Attend to rows in q's own dtype.
 
     The values' columns lie in two halves of BLOCK_V, which needs fewer registers than one tile
-    (198 a thread instead of 255, compiled for sm_90).
+    (198 a thread instead of 255, compiled for sm_90). With a table the list holds places in the
+    token's request, whose pages the table has.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -102,9 +132,14 @@ def _attend_kernel(
         length = tl.minimum(top_k, tl.load(lengths_ptr + i_t))
     start = i_p * part
     end = tl.minimum(start + part, length)
+    p_i = indices_ptr + i_t * stride_it
+    if HAS_TABLE:
+        p_page = table_ptr + tl.load(request_ptr + i_t).to(tl.int64) * stride_table
+        p_slot = slots_ptr + i_t * top_k
+        end = _look_up(p_i, p_slot, start, end, p_page, request_pages, page_size, SCAN)
+        p_i = p_slot
     # The next block's slots are loaded a step ahead: a load inside the gather's own step would keep
     # Triton from pipelining the gather.
-    p_i = indices_ptr + i_t * stride_it
     b_slot = tl.load(p_i + start + o_k, mask=start + o_k < end, other=-1)
 
     # [BLOCK_H, BLOCK_V] twice and [BLOCK_H, BLOCK_R]
@@ -222,6 +257,7 @@ def sparse_mla(
     d_v: int = 512,
     out: torch.Tensor | None = None,
     check: bool = False,
+    table: Table | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query token over its own list of cached latent rows.
 
@@ -240,11 +276,14 @@ def sparse_mla(
         d_v: width of the values.
         out: [T, H, d_v], written in place when given.
         check: compare every slot with the cache's size first, which waits for the device.
+        table: [R, pages] int32 and [T] int32; the plain kernel over 16-bit rows looks places up by
+            itself, before the others their slots are computed. Page numbers beyond kv and places
+            beyond a request's pages count as empty.
 
     Raises:
         ValueError: an argument does not fit; with `check`, a slot outside the cache too.
     """
-    problem, out, lse = checked_problem(q, kv, indices, scale, lengths, d_v, out, check)
+    problem, out, lse = checked_problem(q, kv, indices, scale, lengths, d_v, out, check, table)
     if problem.tokens:
         device = INTERPRETER if triton_interpreted() else device_of(problem.q.device.index or 0)
         tile = sparse_mla_tile(
@@ -271,13 +310,14 @@ def checked_problem(
     d_v: int,
     out: torch.Tensor | None,
     check: bool,
+    table: Table | None = None,
 ) -> tuple[Problem, torch.Tensor, torch.Tensor]:
     """The arguments of `sparse_mla` as its kernels need them, the output and the LSE.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
     """
-    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check)
+    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check, table)
     q, q_rope = q if isinstance(q, tuple) else (q, None)
     _check_dtypes(q, kv, indices, lengths, out)
     rope = q.shape[2] - d_v if q_rope is None else q_rope.shape[2]
@@ -297,6 +337,7 @@ def checked_problem(
         scale,
         d_v,
         q_rope if q_rope is None or q_rope.stride(-1) == 1 else q_rope.contiguous(),
+        None if table is None else (table[0].contiguous(), table[1].contiguous()),
     )
     return problem, out, lse
 
@@ -320,7 +361,7 @@ def launch(
         parts: programs that share a token's list; 1 writes the result at once.
     """
     attend = _form(problem, tile)
-    problem = problem if attend is _attend else problem.whole
+    problem = problem if attend is _attend else problem.whole.in_slots
     blocks = triton.cdiv(max(problem.top_k, 1), tile.rows)
     places = triton.cdiv(blocks, parts) * tile.rows
     parts = triton.cdiv(blocks * tile.rows, places)
@@ -377,6 +418,10 @@ def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
     q, pages = problem.q, problem.pages
     # Without a rotary part nothing is read; strides of an empty tensor would compile anew.
     q_rope = problem.rope_part if problem.rope else q
+    slots = table = requests = problem.indices
+    if problem.table is not None:
+        table, requests = problem.table
+        slots = problem.indices.new_empty(problem.indices.shape)
     _attend_kernel[parts.grid(problem, tile)](
         q,
         pages,
@@ -384,6 +429,11 @@ def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
         q_rope,
         q_rope.stride(0),
         q_rope.stride(1),
+        table,
+        requests,
+        slots,
+        table.shape[1],
+        table.stride(0),
         D_V=problem.d_v,
         D_ROPE=problem.rope,
         BLOCK_H=tile.heads,
@@ -392,6 +442,8 @@ def _attend(problem: Problem, parts: Parts, tile: Tile) -> None:
         BLOCK_K=tile.rows,
         STAGES=tile.stages,
         **parts.constants(problem),
+        HAS_TABLE=problem.table is not None,
+        SCAN=triton.next_power_of_2(max(problem.top_k, 1)) if problem.table else 1,
         # Triton's interpreter multiplies bfloat16 wrongly, and its dot accumulates in fp32 anyway.
         DOT_FP32=triton_interpreted() or q.dtype == torch.float32,
         num_warps=tile.warps,
@@ -428,11 +480,13 @@ def compilations(device: Device) -> list[Compilation]:
     """Everything that `sparse_mla` can launch on a device for GLM-5's rows of 16-bit numbers."""
     types = {"q_ptr": "*bf16", "q_rope_ptr": "*bf16", "kv_ptr": "*bf16"}
     types |= {"indices_ptr": "*i32", "lengths_ptr": "*i32", "lse_ptr": "*fp32"}
+    types |= {"table_ptr": "*i32", "request_ptr": "*i32", "slots_ptr": "*i32"}
     found = []
     tiles = [t for t in sparse_mla_tiles(device, itemsize=2) if not t.hopper]
     for tile in tiles:
-        for rope, split in product((64, 0), (True, False)):
+        for rope, split, table in product((64, 0), (True, False), (False, True)):
             name = f"sparse_mla {tile.name} rope {rope} {'split' if split else 'whole'}"
+            name += " pages looked up" if table else ""
             constants = {
                 "D_V": 512,
                 "D_ROPE": rope,
@@ -444,6 +498,8 @@ def compilations(device: Device) -> list[Compilation]:
                 "PAGED": True,
                 "HAS_LENGTHS": True,
                 "EARLY": split and device.dependent_launch,
+                "HAS_TABLE": table,
+                "SCAN": 2048 if table else 1,
                 "DOT_FP32": False,
             }
             out = {"out_ptr": "*fp32" if split else "*bf16", "scale_log2": "fp32"}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
@@ -23,6 +24,8 @@ from glm5lab.vllm_plugin.backend import refuse_unsupported
 # Queries up to this long take the sparse kernel even where dense attention could serve them; the
 # bound that vLLM's own sparse backends use for few heads.
 DECODE_QUERY_LENGTH = 128
+# Up to so many, the plain kernel serves any number of tokens; Hopper has another one for more.
+MOST_HEADS_LOOKED_UP = 16
 FP8_ROPE = 64  # width of the rotary part of every fp8_ds_mla row
 
 
@@ -112,11 +115,40 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
             **mla_arguments,
         )
         self.supports_quant_query_input = False
+        # There the kernel turns places into slots by itself; elsewhere vLLM's kernel does before.
+        self.looks_up_pages = (
+            kv_cache_dtype != "fp8_ds_mla"
+            and num_heads <= MOST_HEADS_LOOKED_UP
+            and get_current_vllm_config().attention_config.hisparse_config is None
+        )
         # A model without a rotary part keeps fp8_ds_mla's rotary columns at zero, so zeros extend
         # its queries.
         self.pads_query = kv_cache_dtype == "fp8_ds_mla" and self.qk_rope_head_dim == 0
         if not reads_rows_back(kv_cache_dtype, self.qk_rope_head_dim, torch.get_default_dtype()):
             self.supports_dense_mha_prefill = False
+
+    def forward_mqa(
+        self,
+        q: Query,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TritonMLASparseMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to the indexer's choice: q [T, H, latent + rope] or its two parts.
+
+        Returns:
+            [T, H, latent], and the LSE [T, H] or None.
+        """
+        if not self.looks_up_pages or self.dcp_world_size > 1:
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        assert self.topk_indices_buffer is not None
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        return self.attend(
+            q,
+            kv_c_and_k_pe_cache,
+            self.topk_indices_buffer[:tokens],
+            table=(attn_metadata.block_table, attn_metadata.req_id_per_token[:tokens]),
+        )
 
     def _forward_mqa_kernel(
         self,
@@ -141,15 +173,16 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
             is_decode: not used.
         """
         rows, stride = flat_kv_row_view(kv_cache, block_size)
-        out, lse = sparse_mla(
-            self._padded(q),
-            # Pages without gaps keep their strides small, whatever the cache's size.
-            kv_cache if stride == block_size else rows,
-            topk_indices,
-            self.scale,
-            lengths=valid_counts,
-            d_v=self.kv_lora_rank,
-        )
+        # Pages without gaps keep their strides small, whatever the cache's size.
+        cache = kv_cache if stride == block_size else rows
+        return self.attend(q, cache, topk_indices, lengths=valid_counts)
+
+    def attend(
+        self, q: Query, kv: torch.Tensor, indices: torch.Tensor, **lists: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Call the kernel: `lists` says what the indices [T, top_k] are, see `sparse_mla`."""
+        q, width = self._padded(q), self.kv_lora_rank
+        out, lse = sparse_mla(q, kv, indices, self.scale, d_v=width, **lists)
         return out, lse if self.need_to_return_lse_for_decode else None
 
     def _padded(self, q: Query) -> Query:

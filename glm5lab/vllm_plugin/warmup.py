@@ -60,9 +60,15 @@ def attend(layer: Any, most: int) -> None:
     lengths = torch.full((most,), top_k, dtype=torch.int32, device=device)
     nope = layer.W_UV.new_zeros(most, heads, impl.kv_lora_rank)
     rope = layer.W_UV.new_zeros(most, heads, impl.qk_rope_head_dim)
+    pages = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    request = torch.zeros(most, dtype=torch.int32, device=device)
     for tokens in token_counts(most):
+        q = (nope[:tokens], rope[:tokens])
+        if impl.looks_up_pages and impl.dcp_world_size == 1:
+            impl.attend(q, layer.kv_cache, slots[:tokens], table=(pages, request[:tokens]))
+            continue
         impl._forward_mqa_kernel(
-            (nope[:tokens], rope[:tokens]),
+            q,
             layer.kv_cache,
             slots[:tokens],
             lengths[:tokens],
