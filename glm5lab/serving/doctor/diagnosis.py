@@ -122,13 +122,16 @@ def _unknown(result: Diagnosis, event: Event) -> Diagnosis:
 
 
 def _blamed(scan: Scan, run: Run, event: Event) -> tuple[str | None, int | None]:
-    """Whom an event is about; of a line without a process, the worker that died of it."""
+    """Whom an event is about; of a line without a process, the worker that says or dies of it."""
     rank, pid = scan.process(event)
     if rank is not None or event.role == "unknown":
         return rank, pid
     for other in run.events:
-        if other.number > event.number and other.groups.get("proc"):
-            return scan.process(other)
+        if other.number <= event.number:
+            continue
+        rank, pid = scan.process(other)
+        if rank is not None and (other.groups.get("proc") or other.rule is event.rule):
+            return rank, pid
     return None, None
 
 
@@ -152,13 +155,15 @@ def _symptoms(scan: Scan, run: Run, cause: Event) -> list[dict[str, Any]]:
 
 def _unfailed(scan: Scan, run: Run) -> Diagnosis:
     """Nothing failed: degraded, healthy, stuck while starting, or a log that ends too early."""
-    served = [e for e in run.events if e.number > run.ready > 0 and e.role in ("root", "late")]
+    served = [
+        e
+        for e in run.events
+        if e.number > run.ready > 0 and e.role in ("root", "late") and not _client_s(run, e)
+    ]
     if served and not run.shutdown:
         return _failure(scan, run, served[0], "degraded")
     for event in run.events:
-        # Requests turned away for want of a key are the client's affair while others succeed.
-        others = event.rule is not None and event.rule.id == "unauthorized" and run.posts
-        if event.role == "degraded" and not others:
+        if event.role == "degraded" and not _client_s(run, event):
             return _failure(scan, run, event, "degraded")
     if run.ready and scan.sparse and scan.dense is not None:
         return Diagnosis(
@@ -181,3 +186,15 @@ def _unfailed(scan: Scan, run: Run) -> Diagnosis:
             fix="Nothing to do.",
         )
     return unfinished(scan, run)
+
+
+def _client_s(run: Run, event: Event) -> bool:
+    """A request that was turned away (no key, no valid message) while others succeed."""
+    rule = event.rule
+    if rule is None or rule.layer != "server":
+        return False
+    return (
+        run.posts > 0
+        if rule.id == "unauthorized"
+        else rule.role != "degraded" and run.posts > event.number
+    )

@@ -106,7 +106,7 @@ class Run:
         shutdown: number of the line with which a shutdown began that somebody asked for.
         running: the last report of the engine has requests; None without a report.
         stalls: of each engine: how many reports in a row showed no tokens for running requests,
-            and the first of them.
+            the first of them, and how full the cache was.
         waits: lines that say nothing goes on, the last 20 of them.
     """
 
@@ -121,7 +121,7 @@ class Run:
     posts: int = 0
     shutdown: int = 0
     running: bool | None = None
-    stalls: dict[bytes, tuple[int, Line]] = field(default_factory=dict)
+    stalls: dict[bytes, tuple[int, Line, float]] = field(default_factory=dict)
     waits: deque[Line] = field(default_factory=lambda: deque(maxlen=20))
 
     @property
@@ -185,9 +185,8 @@ class Scan:
         groups = event.groups
         if event.rule is not None and event.rule.whom:
             return event.rule.whom, self._pid_of(event.rule.whom)
-        named = next((groups[g] for g in ("proc", "proc2", "proc3") if groups.get(g)), "")
-        text = next((groups[g] for g in ("pid", "pid2") if groups.get(g)), "")
-        if text and text.isdigit():
+        named, text = _first(groups, "proc"), _first(groups, "pid")
+        if text.isdigit():
             pid = int(text)
             return title(self.names.get(pid, ""), pid), pid
         if named:
@@ -213,3 +212,9 @@ class Scan:
             return pids[0]
         rank = re.fullmatch(r"(?:VllmWorker-|rank)(\d+)", name)
         return self.ranks.get(int(rank[1])) if rank else None
+
+
+def _first(groups: dict[str, str], name: str) -> str:
+    """The first group called `name`, or `name` and a digit, that found something."""
+    numbered = (group for group in groups if group.rstrip("0123456789") == name)
+    return next((groups[group] for group in numbered if groups[group]), "")

@@ -28,6 +28,11 @@ HEADER = re.compile(
     r"(?:\[(?P<source>[^\]:]*):\d+\]|(?P<old>[\w./-]+):\d+\]) ?"
 )
 UVICORN = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,5}")
+# Python's and Ray's own forms: `2026-11-29 08:08:26,870 - WARNING - jit.py:3 - `, `INFO a.py:3 -- `
+LOGGING = re.compile(
+    rf"(?:{_STAMP}\s)?(?:- (?:[\w.]+ - )?(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) - "
+    r"|(?P<ray>DEBUG|INFO|WARNING|ERROR|CRITICAL) [\w./-]+:\d+ -- )"
+)
 # glog, as torch's C++ parts write it: [E1129 08:08:26.870112906 ProcessGroupNCCL.cpp:683]
 GLOG = re.compile(
     r"\[(?P<level>[IWEF])(?P<month>\d\d?)(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)\.\d+ [^\]]*\] ?"
@@ -98,6 +103,8 @@ def parse(number: int, raw: bytes) -> Line:
         at, pid = header.end(), pid or int(header["pid"])
     elif header := UVICORN.match(whole, at):
         at, level = header.end(), header["level"]
+    elif header := LOGGING.match(whole, at):
+        at, level = header.end(), header["level"] or header["ray"]
     # Records of Ray's workers carry the tag of the driver and then their own after the header.
     if tag := TAG.match(whole, at):
         at, pid = tag.end(), int(tag["pid"])

@@ -20,6 +20,7 @@ THROUGHPUT = b"Avg generation throughput: "
 NOTHING = b"Avg generation throughput: 0.0 tokens/s"
 NO_PROMPT = b"Avg prompt throughput: 0.0 tokens/s"
 IDLE = b"Running: 0 reqs"
+USAGE = re.compile(rb"cache usage: (\d+\.\d+)%")
 OK = b'HTTP/1.1" 200'
 READY = b"Application startup complete"
 START = b"non-default args"
@@ -136,8 +137,11 @@ class Scanner:
         elif not running:
             run.stalls.pop(engine, None)
         else:
-            count, start = run.stalls.get(engine) or (0, parse(number, raw))
-            run.stalls[engine] = (count + 1, start)
+            used = float(found[1]) if (found := USAGE.search(raw)) else 0.0
+            count, start, before = run.stalls.get(engine) or (0, parse(number, raw), used)
+            if used > before:  # a long prompt: its tokens are counted when the last is done
+                count, start, run.progress = 0, parse(number, raw), number
+            run.stalls[engine] = (count + 1, start, used)
         run.running = running
         run.ready = run.ready or run.progress
         run.stage = "serving"

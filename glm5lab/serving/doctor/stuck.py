@@ -25,7 +25,7 @@ def stall(scan: Scan, run: Run, failed: int) -> Event | Diagnosis | None:
         The line that says it, or a diagnosis of silence; None where tokens are made, where it only
         has nothing to do, or where it stalls because something failed before.
     """
-    silent = [line for count, line in run.stalls.values() if count >= STALLED]
+    silent = [line for count, line, _ in run.stalls.values() if count >= STALLED]
     notices = [e for e in run.events if e.role == "hang" and e.number > run.progress]
     first = min([line.number for line in silent] + [e.number for e in notices], default=0)
     if not first or 0 < failed < first:
