@@ -53,7 +53,7 @@ def _garbage_lines(content: bytes, rng: random.Random) -> bytes:
 
 def _progress(content: bytes, _random: random.Random) -> bytes:
     """Progress bars that end with a carriage return before every line."""
-    bar = b"Capturing CUDA graphs:  50%|#####     | 1/2 [00:01<00:01]\r"
+    bar = b"Fetching 2 files:  50%|#####     | 1/2 [00:01<00:01]\r"
     return b"\n".join(bar * 3 + line for line in content.split(b"\n"))
 
 

@@ -96,11 +96,38 @@ def _nccl(rng: random.Random) -> Iterator[str]:
         )
 
 
+def _errors(rng: random.Random) -> Iterator[str]:
+    """Nothing but errors, of many statements, with words of many rules."""
+    texts = (
+        "CUDA error: {}",
+        "NCCL error in weight {}",
+        "KeyError: '{}'",
+        "memory of port {} died",
+    )
+    while True:
+        rank, place = rng.randrange(8), rng.randrange(100)
+        yield (
+            f"(Worker_TP{rank} pid={500 + rank}) ERROR {TIME} [part{place}.py:{place}] request"
+            f" {rng.getrandbits(64):016x} failed: {rng.choice(texts).format(rng.random())}\n"
+        )
+
+
+def _long(rng: random.Random) -> Iterator[str]:
+    """Prompts and answers, each a line of some kilobytes."""
+    while True:
+        tokens = ", ".join(str(rng.randrange(150_000)) for _ in range(16))
+        level = rng.choice(("INFO", "DEBUG", "ERROR"))
+        ids = ", ".join([tokens] * 60)
+        yield f"(EngineCore pid=30) {level} {TIME} [core.py:9] tokens [{ids}]\n"
+
+
 KINDS: dict[str, tuple[Callable[[random.Random], Iterator[str]], str, str]] = {
     "serving": (_serving, "failed", "memory"),
     "tracebacks": (_tracebacks, "failed", "memory"),
     "restarts": (_restarts, "failed", "server"),
     "nccl": (_nccl, "failed", "memory"),
+    "errors": (_errors, "failed", "memory"),
+    "long": (_long, "failed", "memory"),
 }
 
 

@@ -41,6 +41,8 @@ class Trace:
         open: its exception has not come yet.
         linked: a line said that another traceback follows from this one.
         owner: the process that it belongs to, where the lines themselves do not say.
+        front_end: it has frames of the front end's process.
+        used: an event may rest on it.
     """
 
     start: int
@@ -50,6 +52,7 @@ class Trace:
     linked: bool = False
     owner: str = ""
     front_end: bool = False
+    used: bool = False
 
     @property
     def frames(self) -> str:
@@ -85,6 +88,11 @@ class Event:
     def number(self) -> int:
         """The line's number."""
         return self.line.number
+
+    @property
+    def key(self) -> str:
+        """What it is counted by."""
+        return self.rule.id if self.rule is not None else f"?{self.exception}"
 
     @property
     def role(self) -> str:
@@ -135,11 +143,14 @@ class Run:
 
     def add(self, event: Event) -> None:
         """Keep an event, or only count it."""
-        key = event.rule.id if event.rule is not None else f"?{event.exception}"
+        key = event.key
         if event.rule is not None and event.rule.fatal:
             self.fatal = event.number
         seen = self.counts[key] = self.counts.get(key, 0) + 1
-        if seen <= KEPT_OF_A_RULE and len(self.events) < KEPT_EVENTS:
+        if seen > KEPT_OF_A_RULE:  # the first and the last ones tell most
+            same = [e for e in self.events if e.key == key]
+            self.events.remove(same[len(same) // 2])
+        if len(self.events) < KEPT_EVENTS:
             self.events.append(event)
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -20,77 +21,91 @@ UTF16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 FIX = "name a readable log of vLLM, or - for standard input"
 
 # Escape sequences of a terminal: colours, titles, cursor movements.
-ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])?")
+ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\-_])?")
+# What docker's json-file driver puts around a line; the message where nothing in it is escaped.
 DOCKER = b'{"log":'
+DOCKED = re.compile(rb'\{"log":"([^"\\]*)(?:\\n)?","')
 
-# Numbers of lines, and as many lines without their line breaks; pieces of a line that a progress
-# bar wrote over have the same number.
-Numbered = tuple[Sequence[int], list[bytes]]
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Whole lines: `text` has a line break after each, `numbers` the number of each.
+
+    Pieces of a line that a progress bar wrote over have the same number.
+    """
+
+    numbers: Sequence[int]
+    text: bytes
 
 
 class LineSplitter:
-    """Cuts blocks of bytes into lines, numbered as `grep -n` numbers them.
+    """Cuts blocks of bytes behind their last line, and numbers lines as `grep -n` does.
 
-    A line beyond LONGEST loses its middle, so that memory stays bounded.
+    A line beyond LONGEST that does not end in its block loses its middle, so that memory stays
+    bounded.
     """
 
     def __init__(self) -> None:
         self.number = 1
         self._rest = b""
 
-    def feed(self, block: bytes) -> Numbered:
+    def feed(self, block: bytes) -> Lines:
         """The lines that `block` completes."""
         text = self._rest + block
-        lines = text.split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > LONGEST:
-            self._rest = _cut(self._rest)
-        if lines and len(lines) < len(text) // 1000:
-            lines = [_cut(line) for line in lines]
-        numbers = range(self.number, self.number + len(lines))
-        self.number += len(lines)
-        odd = b"\r" in text or b"\x1b" in text or DOCKER in text
-        return _plain(numbers, lines) if odd else (numbers, lines)
+        end = text.rfind(b"\n") + 1
+        self._rest = cut(text[end:])
+        text = text[:end]
+        numbers = range(self.number, self.number + text.count(b"\n"))
+        self.number = numbers.stop
+        return _plain(numbers, text)
 
-    def end(self) -> Numbered:
+    def end(self) -> Lines:
         """The last line, where the log does not end with a line break."""
         rest, self._rest = self._rest, b""
-        return _plain([self.number], [rest]) if rest else ([], [])
+        return _plain([self.number], rest + b"\n") if rest else Lines([], b"")
 
 
-def _plain(numbers: Sequence[int], lines: list[bytes]) -> Numbered:
+def _plain(numbers: Sequence[int], text: bytes) -> Lines:
     """Lines without escape sequences, carriage returns and docker's JSON around them."""
+    if DOCKER in text:
+        lines = text[:-1].split(b"\n")
+        text = b"\n".join(_logged(line) for line in lines) + b"\n"
+    if b"\x1b" in text:
+        text = ESCAPE.sub(b"", text)
+    if b"\r" not in text:
+        return Lines(numbers, text)
     found_numbers: list[int] = []
     found: list[bytes] = []
-    for number, line in zip(numbers, lines, strict=True):
-        if b"\x1b" in line:
-            line = ESCAPE.sub(b"", line)
-        if line.startswith(DOCKER):
-            line = _logged(line)
+    for number, line in zip(numbers, text[:-1].split(b"\n"), strict=True):
         pieces = line.rstrip(b"\r").split(b"\r")
         if len(pieces) > 1:
             pieces = [piece for piece in pieces if piece]
         found_numbers += [number] * len(pieces)
         found += pieces
-    return found_numbers, found
+    return Lines(found_numbers, b"\n".join(found) + b"\n")
 
 
 def _logged(line: bytes) -> bytes:
     """The message in a line of docker's json-file driver."""
+    if plain := DOCKED.match(line):
+        return plain[1]
+    if not line.startswith(DOCKER):
+        return line
     try:
         text = json.loads(line)["log"].rstrip("\n")
-        return ESCAPE.sub(b"", text.encode("utf-8", "replace"))
+        # It has no line break of its own, which would move the numbers of all later lines.
+        return bytes(text.replace("\n", " ").encode("utf-8", "replace"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return line
 
 
-def _cut(line: bytes) -> bytes:
+def cut(line: bytes) -> bytes:
     """A line without the middle of a very long one."""
     half = LONGEST // 2
     return line if len(line) <= LONGEST else line[:half] + line[-half:]
 
 
-def read_lines(name: str) -> Iterator[Numbered]:
+def read_lines(name: str) -> Iterator[Lines]:
     """Lines of a file, or of standard input for `-`, a block at a time.
 
     Raises:
