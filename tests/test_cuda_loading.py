@@ -7,6 +7,7 @@ missing from a real load.
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -24,8 +25,10 @@ from glm5lab.gguf.placement import placements
 from glm5lab.gguf.reader import open_gguf
 from glm5lab.gguf.sample import write_sample
 from glm5lab.loading.audit import not_taken
+from glm5lab.loading.prepare import prepare
 
 CHILD = Path(__file__).parent / "vllm_cuda_plan.py"
+SERVE = Path(__file__).parent / "vllm_serve_config.py"
 
 
 def planned(file: Path, tp: int = 1, rank: int = 0, ep: int = 0, **options: Any) -> dict[str, Any]:
@@ -69,6 +72,38 @@ def test_a_gpu_takes_blocks_without_being_asked(sample_mix):
         "GateLinear: UnquantizedLinearMethod": 4,
     }
     assert_as_planned(sample_mix, found)
+
+
+@pytest.mark.parametrize(
+    "how", ["vllm serve", "glm5lab serve", pytest.param("folder", marks=pytest.mark.slow)]
+)
+def test_serving_on_gpus_takes_blocks_without_flags(how, sample_mix, tmp_path):
+    """What vLLM makes of the words that a user types, and of those that glm5lab makes of them."""
+    words = [str(prepare(sample_mix, tmp_path / "folder") if how == "folder" else sample_mix)]
+    if how == "glm5lab serve":
+        gpus = ("--gpus", "2", "--gpu-memory", "8", "--tp", "2")
+        line = run(["-m", "glm5lab", "serve", *words, *gpus, "--dry-run"]).splitlines()[-1]
+        words = shlex.split(line)
+        words = words[words.index("serve") + 1 :]
+    (line,) = [s for s in run([SERVE, *words]).splitlines() if s.startswith("CONFIG ")]
+    found = json.loads(line.removeprefix("CONFIG "))
+    assert found["quantization"] == found["load_format"] == "glm5lab"
+    assert found["dtype"] == "torch.bfloat16"
+    two = how == "glm5lab serve"
+    assert (found["ranks"], found["expert_parallel"]) == ((2, True) if two else (1, False))
+
+
+def run(arguments: list[Any]) -> str:
+    """What a Python child prints."""
+    child = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == 0, (child.stdout + child.stderr)[-4000:]
+    return child.stdout
 
 
 def test_a_file_of_plain_numbers_is_left_to_vllms_own_layers(sample_share):

@@ -11,11 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import broken_headers
 import numpy as np
 import pytest
 from test_loader_ranks import wide_sample
 
 from glm5lab.gguf.reader import open_gguf
+from glm5lab.gguf.sample import write_sample
+from glm5lab.loading.prepare import prepare
 
 ENGINE = """
 import json, sys
@@ -155,13 +158,17 @@ def ranks_that_said(output: str, text: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_damage_in_one_ranks_share_is_every_ranks_error(tmp_path, sample_f32):
+@pytest.mark.parametrize("packed", [False, True])
+def test_damage_in_one_ranks_share_is_every_ranks_error(tmp_path, sample_f32, packed):
     name = "blk.2.ffn_up_exps.weight"
-    row = 256 * 4
+    sample = write_sample(tmp_path / "packed", types="q8_0") if packed else sample_f32
+    kind, row = ("Q8_0", 256 // 32 * 34) if packed else ("F32", 256 * 4)
     last = (11 * 256 + 255) * row  # the last expert's last row: rank 1 alone reads it
-    file = damaged(tmp_path, sample_f32, name, last, np.float32(np.inf).tobytes())
-    text = f"tensor '{name}' (F32) is damaged: infinite or no number at matrix 11, row 255"
-    code, output, seconds = engine(file, error=text, tensor_parallel_size=2)
+    value = np.float16(np.nan) if packed else np.float32(np.inf)
+    file = damaged(tmp_path, sample, name, last, value.tobytes())
+    text = f"tensor '{name}' ({kind}) is damaged: infinite or no number at matrix 11, row 255"
+    options: dict[str, Any] = {"quantization": "glm5lab"} if packed else {}
+    code, output, seconds = engine(file, error=text, tensor_parallel_size=2, **options)
     assert code != 0
     assert ranks_that_said(output, text) == {"Worker_TP0", "Worker_TP1"}, output[-4000:]
     assert "rank 1 could not load" in output
@@ -169,10 +176,23 @@ def test_damage_in_one_ranks_share_is_every_ranks_error(tmp_path, sample_f32):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mistake", broken_headers.MISTAKES)
+def test_a_wrong_header_is_every_ranks_error(tmp_path, sample_f32, mistake):
+    """A file that became another one, of the same size, since its folder was prepared."""
+    file = Path(shutil.copy(sample_f32, tmp_path))
+    folder = prepare(file, tmp_path / "prepared")
+    broken_headers.make(file, mistake)
+    text = broken_headers.MISTAKES[mistake].says[0]
+    code, output, seconds = engine(folder, error=text, tensor_parallel_size=2)
+    assert code != 0
+    assert ranks_that_said(output, text) == {"Worker_TP0", "Worker_TP1"}, output[-4000:]
+    assert file.name in output
+    assert seconds < 30
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["truncated", "removed"])
 def test_a_file_that_changes_while_it_loads_ends_all_ranks(tmp_path, sample_f32, change):
-    from glm5lab.gguf.sample import write_sample
-
     first = write_sample(tmp_path / "model", "full", "f32", shards=3)
     last = open_gguf(first).tensors["blk.4.ffn_down_exps.weight"]
     (tmp_path / "site").mkdir()

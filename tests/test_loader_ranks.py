@@ -187,6 +187,35 @@ def test_a_plain_part_beside_blocks(tmp_path):
     assert found["packed"] == whole["packed"] - 2
 
 
+def test_a_type_without_a_kernel_is_dequantized_alone(tmp_path):
+    """MXFP4 in a linear layer and in a stack of experts; all else stays, the log has the cost."""
+    changed = ("blk.0.attn_output.weight", "blk.1.ffn_up_exps.weight")
+
+    def to_mxfp4(tensors: Tensors) -> Tensors:
+        kind = gguf.GGMLQuantizationType.MXFP4
+        values = {
+            name: gguf.quants.dequantize(data, gguf.GGMLQuantizationType(number))
+            for name, (data, number) in tensors.items()
+            if name in changed
+        }
+        return tensors | {n: (gguf.quants.quantize(v, kind), kind) for n, v in values.items()}
+
+    one_file = write_sample(tmp_path, types="mix")
+    file = rewrite(one_file, tmp_path / "mxfp4.gguf", to_mxfp4)
+    found = loaded(file, quantization="glm5lab", dtype="float32")
+    assert found["different"] == []
+    whole = loaded(one_file, quantization="glm5lab", dtype="float32")
+    # The stack's partner had a type of its own before and keeps its parameter.
+    assert found["packed"] == whole["packed"] - 2
+    tensors = [open_gguf(file).tensors[name] for name in changed]
+    plain = sum(2 * np.prod(tensor.shape) for tensor in tensors) / 2**20
+    packed = sum(tensor.nbytes for tensor in tensors) / 2**20
+    assert (
+        f"No kernel multiplies MXFP4: 2 tensors such as {changed[0]} are dequantized while loading "
+        f"and take {plain:,.0f} MiB instead of {packed:,.0f} MiB" in found["log"]
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sample", "tp", "pp", "ep"),

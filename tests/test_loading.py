@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import broken_headers
 import numpy as np
 import pytest
 import torch
@@ -162,6 +163,18 @@ def test_a_folder_is_opened_once_while_its_files_stay_as_they_are(tmp_path):
         opened(folder)
     with pytest.raises(InputError, match=r"has no glm5lab\.json"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("mistake", broken_headers.MISTAKES)
+def test_what_is_wrong_with_a_file_since_it_was_prepared_is_named(mistake, sample_f32, tmp_path):
+    """Of the same size, so that only its header tells; every rank looks at it so."""
+    path = Path(shutil.copy(sample_f32, tmp_path))
+    folder = prepare(path, tmp_path / "prepared")
+    broken_headers.make(path, mistake)
+    with pytest.raises(InputError) as error:
+        _ = opened(folder).complete
+    for part in (path.name, *broken_headers.MISTAKES[mistake].says):
+        assert part in str(error.value)
 
 
 def test_find_gguf_leaves_other_models_alone(sample_f32, tmp_path):

@@ -13,11 +13,12 @@ from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.layout_files import write_layout
 from glm5lab.gguf.layouts import read_layouts
 from glm5lab.gguf.memory import GIB, PAGE_TOKENS, index_row_bytes, kv_row_bytes, workspace
-from glm5lab.gguf.parallel import Card, balanced_partition, evaluate
+from glm5lab.gguf.parallel import Card, evaluate
 from glm5lab.gguf.placement import placements
 from glm5lab.gguf.plan import make_plan
 from glm5lab.gguf.reader import open_gguf
 from glm5lab.gguf.sample import write_sample
+from glm5lab.gguf.stages import balanced_partition
 from glm5lab.views.plan import plan_json, plan_text
 
 

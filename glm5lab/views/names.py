@@ -9,9 +9,10 @@ from glm5lab.errors import counted, printable
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.kernels import gpu_here
 from glm5lab.gguf.layer_ranges import layer_ranges
-from glm5lab.gguf.parallel import environment, needed_partition, shared_starts, whole_experts
+from glm5lab.gguf.parallel import whole_experts
 from glm5lab.gguf.placement import border_notes, placements, stage_layers
 from glm5lab.gguf.reader import GgufModel, require_glm5
+from glm5lab.gguf.stages import environment, needed_partition, shared_starts
 from glm5lab.gguf.tensors import BLOCK_NAME
 from glm5lab.loading.names import split_names
 from glm5lab.loading.reconcile import missing_tensors, sentences
