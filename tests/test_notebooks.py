@@ -62,6 +62,16 @@ def test_a_change_of_the_text_reaches_the_notebook(pair):
     ]
 
 
+def test_a_text_alone_becomes_a_notebook(pair):
+    notebook, text = pair
+    notebook.unlink()
+    assert tool.main(["sync", str(text)]) == 1
+    document = nbformat.read(notebook, 4)
+    assert [c.source for c in document.cells] == ["# Few", "1 + 1", "print('x')"]
+    assert document.cells[2].metadata["tags"] == ["nbval-check-output"]
+    assert tool.main(["sync", str(text)]) == 0
+
+
 def test_a_change_of_the_notebook_reaches_the_text(pair):
     notebook, text = pair
     notebook.write_text(notebook.read_text().replace("1 + 1", "1 + 3"))

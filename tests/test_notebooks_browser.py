@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from lab_page import Lab, jupyterlab
 
 from tools.browser import INSTALL, browser, chromium
+from tools.lab import Lab, jupyterlab
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason=INSTALL)
 

@@ -82,14 +82,18 @@ def sync(notebook: Path, changed: Sequence[Path] = ()) -> bool:
     """Clean a notebook and bring its text into step; whether a file was written.
 
     Args:
-        notebook: the .ipynb, which must be there.
+        notebook: the .ipynb; made from its text where it is not there.
         changed: halves that are known to have changed. Where that is one of the two, it wins, the
             newer otherwise.
     """
     text = text_path(notebook)
+    old = text.read_text() if text.exists() else None
+    if not notebook.exists() and old is not None:
+        return _write(
+            notebook, nbformat.writes(cleaned(jupytext.reads(old, fmt=FORMAT))) + "\n", None
+        )
     before = notebook.read_text()
     document = cleaned(nbformat.reads(before, as_version=4))
-    old = text.read_text() if text.exists() else None
     if old is not None and old != as_text(document):
         named = {path.resolve() for path in changed} & {notebook.resolve(), text.resolve()}
         newer = text.stat().st_mtime > notebook.stat().st_mtime

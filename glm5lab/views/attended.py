@@ -144,7 +144,7 @@ def attended_figure(choice: Attended) -> "go.Figure":
         xaxis={"title": "position in the text", "constrain": "domain"},
         yaxis={"title": "query token", "autorange": "reversed", "scaleanchor": "x"},
         template="plotly_white",
-        height=560,
+        height=460,
         legend={"x": 0.6, "y": 0.98},
         margin={"t": 60, "b": 60, "l": 70, "r": 20},
     )

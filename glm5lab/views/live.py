@@ -24,7 +24,7 @@ CARDS = {
     "96 GiB (RTX PRO 6000)": 96,
     "141 GiB (H200)": 141,
 }
-LIVE_WIDTH = 1000  # pixels; a figure within boxes does not find its width by itself
+LIVE_WIDTH = 860  # pixels; a figure within boxes does not find its width by itself
 SHOWN_ROWS = 15
 TENSOR_COLUMNS = ("name", "shard", "shape", "type", "nbytes")
 CELL = "text-align:left;padding:2px 10px;white-space:pre-wrap;vertical-align:top;line-height:1.35"

@@ -1,0 +1,191 @@
+"""README's tables of measurements, made from data/measurements; tools/readme.py puts them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from glm5lab.views.kernel_charts import CASE, remarks, speed_table
+from glm5lab.views.measurements import FOLDER, measurements, origin
+from glm5lab.views.roofline import compile_table
+
+OURS = "glm5lab"
+WEIGHTS = "glm5lab bench weights"
+Json = Mapping[str, Any]
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [headings, ["---"] * len(headings), *([str(c) for c in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def link(name: str) -> str:
+    """A measurement as a link, with where and when it was made."""
+    return f"[{name}.json](data/measurements/{name}.json): {origin(measurements(name))}"
+
+
+def number(value: float) -> str:
+    """A measured value with as many digits as say something."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def sparse_mla() -> str:
+    """Microseconds a call of sparse MLA beside its peers, a table a row format and heads."""
+    measured = measurements("kernels")
+    parts = [f"Microseconds a call, top-k 2048. {link('kernels')}."]
+    for rows, heads in (("bf16", 8), ("fp8_ds_mla", 8), ("bf16", 64), ("fp8_ds_mla", 64)):
+        table = speed_table(measured, rows, heads)
+        names = [*table.columns[:-1], "memory alone"]
+        lines = [
+            (tokens, *map(number, values))
+            for tokens, *values in table.itertuples(index=True, name=None)
+        ]
+        parts.append(markdown([f"{rows} rows, {heads} heads: tokens", *names], lines))
+        parts += [f"{remark}." for remark in remarks(measured, rows, heads)]
+    return "\n\n".join(parts)
+
+
+def other_kernels() -> str:
+    """Every other case of `kernels.json`: ours and each peer."""
+    cases: dict[str, list[Json]] = {}
+    for row in measurements("kernels")["rows"]:
+        if not CASE.fullmatch(row["case"]) and "us" in row:
+            cases.setdefault(row["case"], []).append(row)
+    lines, said = [], []
+    for case, rows in cases.items():
+        peers = [row for row in rows if not row["name"].startswith(OURS)]
+        mine = [row for row in rows if row["name"].startswith(OURS)]
+        cells = ["; ".join(_named(row) for row in side) for side in (mine, peers)]
+        lines.append((case, *cells))
+        said += [f"{case}, {row['name']}: {row['remark']}." for row in mine if "remark" in row]
+    return "\n\n".join([markdown(("case, microseconds", OURS, "peers"), lines), *said])
+
+
+def _named(row: Json) -> str:
+    name = row["name"].removeprefix(OURS).lstrip(", ")
+    note = f" ({row['note']})" if "note" in row else ""
+    return f"{name} {number(row['us'])}{note}".strip()
+
+
+def weights() -> str:
+    """Products with GGUF blocks, and in brackets the same with bf16, where they were measured."""
+    documents = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
+    found = [name for name, document in documents.items() if document["command"] == WEIGHTS]
+    if not found:
+        return "Products with GGUF blocks: no measurement is recorded yet."
+    (name,) = found
+    table: dict[str, dict[str, dict[str, str]]] = {}
+    for row in documents[name]["rows"]:
+        product, tokens = row["case"].rsplit(", ", 1)
+        table.setdefault(product, {}).setdefault(tokens, {})[row["name"]] = number(row["us"])
+    columns = list(dict.fromkeys(tokens for cells in table.values() for tokens in cells))
+    lines = [
+        (product, *(_pair(cells.get(n, {})) for n in columns)) for product, cells in table.items()
+    ]
+    said = f"Products with GGUF blocks, and (with bf16). {link(name)}."
+    headings = ("product, microseconds", *columns)
+    return "\n\n".join([said, markdown(headings, lines), *_remarks(documents[name])])
+
+
+def _pair(cell: Mapping[str, str]) -> str:
+    """Of one product: each form's time, plain bf16 in brackets."""
+    own = ", ".join(value for name, value in cell.items() if name != "bf16")
+    return f"{own} ({cell['bf16']})" if "bf16" in cell else own
+
+
+def answers() -> str:
+    """Mean distances of log-probabilities: ours to natives, and natives to each other."""
+    measured = measurements("backend_answers")
+    mean = measured["mean"]
+    ours = [value for name, value in mean.items() if name.startswith("ours and ")]
+    natives = [v for name, v in mean.items() if name.startswith("natives") and "fp8" not in name]
+    said = (
+        f"Mean distance of log-probabilities over the prompt tokens, in vLLM's engine: ours to "
+        f"a native backend {min(ours):.3f} to {max(ours):.3f}, natives to each other or to "
+        f"themselves in another mode {min(natives):.3f} to {max(natives):.3f}. "
+        f"{link('backend_answers')}."
+    )
+    table = markdown(("compared", "mean"), [(n, f"{value:.4f}") for n, value in mean.items()])
+    return "\n\n".join([said, details("all comparisons", table), *_remarks(measured)])
+
+
+def engine_speed() -> str:
+    """Milliseconds a token and to the first one, an engine a row."""
+    measured = measurements("backend_speed")
+    parts = [f"Medians in vLLM's engine, 8 heads. {link('backend_speed')}."]
+    for run in measured.get("runs", [measured]):
+        engines: Mapping[str, Json] = run["engines"]
+        some = next(iter(engines.values()))
+        counts, lengths = list(some["ms_per_token"]), list(some["first_ms"])
+        headings = [f"{run['layers']} layers"]
+        headings += [f"ms a token, {n} at once" for n in counts]
+        headings += [f"ms to the first token of {int(n):,}" for n in lengths]
+        lines = [
+            (
+                name,
+                *(number(engine["ms_per_token"][n]["median"]) for n in counts),
+                *(number(engine["first_ms"][n]["median"]) for n in lengths),
+            )
+            for name, engine in engines.items()
+        ]
+        parts.append(markdown(headings, lines))
+    return "\n\n".join(parts + _remarks(measured))
+
+
+def _remarks(document: Json) -> list[str]:
+    return ["\n".join(f"- {text}" for text in document["remarks"])] if "remarks" in document else []
+
+
+def details(summary: str, text: str) -> str:
+    """Text that GitHub folds away."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def compiled() -> str:
+    """What SM120 gives and each kernel takes."""
+    document = measurements("compile_sm120")
+    table = compile_table(document)
+    lines = [
+        (name, n, f"{shared:,}", f"{limit:,}", registers, spilled, "yes" if fits else "no")
+        for name, n, shared, limit, registers, spilled, fits in table.itertuples(name=None)
+    ]
+    headings = ("kernel", "configurations", "shared memory, bytes", "of", "registers", "spilled")
+    return f"{link('compile_sm120')}.\n\n" + markdown((*headings, "fits"), lines)
+
+
+def cpu() -> str:
+    """The reader beside gguf-py's, and the doctor on logs of a GB."""
+    reader, doctor = measurements("reader"), measurements("doctor")
+    ours, theirs, logs = reader["ours"], reader["theirs"], doctor["logs"].values()
+    cores = doctor["cpu"]["cores"]
+    return "\n".join(
+        [
+            f"- The table of a set of {reader['set']['files']} files and "
+            f"{reader['set']['tensors']:,} tensors: {ours['seconds']:.1f} s and "
+            f"{ours['mb']:.0f} MB; gguf-py's GGUFReader {theirs['seconds']:.0f} s and "
+            f"{theirs['mb']:.0f} MB. [reader.json](data/measurements/reader.json), "
+            f"{reader['cpu']['cores']} cores, {reader['date']}.",
+            f"- `doctor` on logs of 1 GB: {_range(logs, 'cpu_s')} s of one core, "
+            f"{_range(logs, 'seconds')} s of the clock at a load of "
+            f"{doctor['load_average']:.0f}, {_range(logs, 'mb')} MB. "
+            f"[doctor.json](data/measurements/doctor.json), {cores} cores, {doctor['date']}.",
+        ]
+    )
+
+
+def _range(logs: Iterable[Json], key: str) -> str:
+    values = [log[key] for log in logs]
+    return f"{min(values):.0f} to {max(values):.0f}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "sparse-mla": sparse_mla,
+    "other-kernels": other_kernels,
+    "weights": weights,
+    "answers": answers,
+    "engine-speed": engine_speed,
+    "compiled": compiled,
+    "cpu": cpu,
+}
