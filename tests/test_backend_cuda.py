@@ -41,18 +41,26 @@ def make_cache(width, fp8, gap, gen):
     return rows.view(pages, PAGE + gap, -1)[:, :PAGE]
 
 
-def attend(rope, fp8, gap):
-    """The impl's result and the reference's agree; slots count rows of the whole allocation."""
+def make_call(rope, fp8, gap, device="cpu", dtype=torch.float32):
+    """What vLLM hands over: query parts, cache, slots, counts; and the pages of the slots."""
     gen = torch.Generator().manual_seed(1)
-    impl = make_impl(rope, fp8)
     cache = make_cache(LATENT + (64 if fp8 else rope), fp8, gap, gen)
-    stride = PAGE + gap
+    whole = cache.as_strided((6, PAGE + gap, cache.shape[2]), cache.stride())
+    cache = whole.to(device, torch.uint8 if fp8 else dtype)[:, :PAGE]  # pages apart stay apart
     counts = torch.tensor([TOP_K, 5, 0], dtype=torch.int32)
     page = torch.randint(0, 6, (TOKENS, TOP_K), generator=gen)
-    slots = (page * stride + torch.randint(0, PAGE, page.shape, generator=gen)).int()
+    slots = (page * (PAGE + gap) + torch.randint(0, PAGE, page.shape, generator=gen)).int()
     slots[torch.arange(TOP_K) >= counts[:, None]] = -1
-    nope = torch.randn(HEADS, TOKENS, LATENT, generator=gen).transpose(0, 1)
-    q = (nope, torch.randn(TOKENS, HEADS, rope, generator=gen))
+    nope = torch.randn(HEADS, TOKENS, LATENT, generator=gen).to(device, dtype).transpose(0, 1)
+    q = (nope, torch.randn(TOKENS, HEADS, rope, generator=gen).to(device, dtype))
+    return q, cache, slots.to(device), counts.to(device), page.to(device)
+
+
+def attend(rope, fp8, gap, device="cpu", dtype=torch.float32):
+    """The impl's result and the reference's agree; slots count rows of the whole allocation."""
+    impl = make_impl(rope, fp8)
+    q, cache, slots, counts, page = make_call(rope, fp8, gap, device, dtype)
+    stride = cache.stride(0) // cache.shape[2]
     out, lse = impl._forward_mqa_kernel(
         q, cache, slots, counts, layer=None, block_size=PAGE, is_decode=True
     )
@@ -80,13 +88,14 @@ def attend(rope, fp8, gap):
 
 def look_up(impl, q, cache, page, slots, expected):
     """The same rows by their places in requests, each of which has the pages in another order."""
-    order = torch.stack([torch.arange(6).roll(shift) for shift in range(TOKENS)])
+    device = page.device
+    order = torch.stack([torch.arange(6, device=device).roll(n) for n in range(TOKENS)])
     at = torch.stack([torch.argsort(row)[p] for row, p in zip(order, page, strict=True)])
     offset = slots % (cache.stride(0) // cache.shape[2])
     impl._indexer, impl._topk_indices_buffer = None, (at * PAGE + offset).int()
     impl._topk_indices_buffer[slots < 0] = -1
-    requests = torch.tensor([2, 0, 1], dtype=torch.int32)
-    table = torch.empty(3, 6, dtype=torch.int32)
+    requests = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    table = torch.empty(3, 6, dtype=torch.int32, device=device)
     table[requests.long()] = order.int()
     metadata = SimpleNamespace(block_table=table, req_id_per_token=requests)
     out, _ = impl.forward_mqa(q, cache, metadata, None)
@@ -98,6 +107,34 @@ def test_the_impl_attends_to_the_rows_of_its_slots(fp8):
     """Rows of 576 and 512, pages next to each other and with rows of other layers in between."""
     calls = (f"t.attend({rope}, {fp8}, {gap})" for rope in (64, 0) for gap in (0, 4))
     run_interpreted("import test_backend_cuda as t; " + "; ".join(calls))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("rope", [64, 0], ids=["576", "512"])
+@pytest.mark.parametrize("gap", [0, 4])
+def test_the_impl_attends_on_the_gpu(rope, fp8, gap):
+    """GLM-5's geometry and GLM-5.3-Flash's, which has no rotary part."""
+    attend(rope, fp8, gap, "cuda", torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rope", [64, 0], ids=["576", "512"])
+def test_the_impl_attends_as_vllms_own_on_hopper(rope):
+    native = pytest.importorskip("vllm.v1.attention.backends.mla.flashattn_mla_sparse")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("vLLM has no sparse MLA over bfloat16 rows here")
+    q, cache, slots, counts, _ = make_call(rope, False, 0, "cuda", torch.bfloat16)
+    theirs: Any = object.__new__(native.FlashAttnMLASparseImpl)
+    theirs.kv_lora_rank, theirs.qk_rope_head_dim, theirs.scale = LATENT, rope, 0.06
+    theirs.cu_seqlens_q_buffer = torch.arange(9, dtype=torch.int32, device="cuda")
+    found = [
+        impl._forward_mqa_kernel(
+            q, cache, slots, counts, layer=None, block_size=PAGE, is_decode=True
+        )[0][:2]
+        for impl in (theirs, make_impl(rope, False))
+    ]
+    assert (found[0] - found[1]).float().norm() <= 6e-3 * found[0].float().norm()
 
 
 def test_short_prompts_attend_densely_where_vllm_can_read_the_rows():
