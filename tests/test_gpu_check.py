@@ -13,7 +13,7 @@ from glm5lab.errors import CheckError
 from glm5lab.gpu_check import answers, cases, soak
 from glm5lab.gpu_check.child import prompt, wait_for_turn
 from glm5lab.gpu_check.compare import difference, differences, pooled_mean
-from glm5lab.gpu_check.model import architecture, write_model
+from glm5lab.gpu_check.model import architecture, config_of, shapes_of, write_model
 from glm5lab.gpu_check.run import Turns, dealt
 
 
@@ -111,7 +111,7 @@ def test_the_model_has_real_attention_and_a_folder_is_taken_as_it_is(tmp_path):
     assert (arch.num_attention_heads, arch.latent_dim, arch.index_topk) == (8, 576, 2048)
     assert arch.indexer_types == ("full", "shared", "full", "shared")
     assert arch.num_nextn_predict_layers == 1
-    with pytest.raises(ValueError, match="kind: expected one of full, share, got 'half'"):
+    with pytest.raises(ValueError, match="kind: expected one of full, share, flash, got 'half'"):
         architecture("half")
     (tmp_path / "config.json").write_text(json.dumps({}))
     assert write_model(tmp_path, "full") == Path(tmp_path)
@@ -202,3 +202,18 @@ def test_the_referee_answers_a_prompt_in_chunks_as_whole(tmp_path, monkeypatch):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckError, match=r"lacks 1 parameters: .*layers\.2\.self_attn\.o_proj"):
         hf.HfModel(tmp_path, "float32", "cpu")
+
+
+def test_flash_has_rows_without_a_rotary_part_and_pools_of_keys():
+    from transformers import CONFIG_MAPPING
+
+    arch = architecture("flash")
+    config = config_of(arch, "flash")
+    read = CONFIG_MAPPING[config["model_type"]](**config)
+    assert arch.latent_dim == read.kv_lora_rank + read.qk_rope_head_dim == 512
+    assert (read.mla_use_nope, read.mhc, read.topk_method) == (True, False, "noaux_tc")
+    shapes = shapes_of(arch, "flash")
+    prefix = "model.layers.3.self_attn."
+    assert shapes[f"{prefix}kv_a_proj_with_mqa.weight"] == (512, arch.hidden_size)
+    assert shapes[f"{prefix}indexer.index_kpool_compress_gate"] == (128, arch.hidden_size)
+    assert not any(".layers.4." in name for name in shapes)

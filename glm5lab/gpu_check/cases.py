@@ -82,6 +82,9 @@ CASES = (
     EngineCase("flash_attn share", FLASH_ATTN, "share"),
     EngineCase("flashmla share", FLASHMLA, "share", options=EAGER),
     EngineCase("ours share", OURS, "share"),
+    EngineCase("flash_attn flash", FLASH_ATTN, "flash", options=EAGER),
+    EngineCase("flash_attn flash graphs", FLASH_ATTN, "flash"),
+    EngineCase("ours flash graphs", OURS, "flash"),
 )
 
 # Which answers are compared: a name -> two cases, and the comparison of native backends whose
@@ -97,6 +100,7 @@ PAIRS: dict[str, tuple[str, str, str | None]] = {
     "natives, chunks": ("flash_attn graphs", "flash_attn chunks", None),
     "natives, sparse prompts": ("flash_attn graphs", "flash_attn mqa", None),
     "natives, IndexShare": ("flash_attn share", "flashmla share", None),
+    "natives, GLM-5.3-Flash": ("flash_attn flash", "flash_attn flash graphs", None),
     "ours and flash_attn": ("flash_attn", "ours", "natives"),
     "ours and flashmla": ("flashmla", "ours", "natives"),
     "ours and HF": ("hf", "ours", "natives, flash_attn and HF"),
@@ -121,6 +125,11 @@ PAIRS: dict[str, tuple[str, str, str | None]] = {
         "flash_attn share",
         "ours share",
         "natives, IndexShare",
+    ),
+    "ours and flash_attn, GLM-5.3-Flash": (
+        "flash_attn flash graphs",
+        "ours flash graphs",
+        "natives, GLM-5.3-Flash",
     ),
     "ours and flashmla, IndexShare": ("flashmla share", "ours share", "natives, IndexShare"),
 }

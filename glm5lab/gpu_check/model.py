@@ -13,22 +13,32 @@ from glm5lab.architecture import FULL, SHARED, Glm5Architecture
 from glm5lab.gguf.sample_hf import twin_config
 from glm5lab.gguf.sample_weights import centre, hf_shapes, scale
 
-KINDS = ("full", "share")
+KINDS = ("full", "share", "flash")
 SEED = 5
+POOL = 16  # keys that GLM-5.3-Flash's indexer scores as one
 
 
 def architecture(kind: str, layers: int = 4) -> Glm5Architecture:
     """Dimensions: half of the layers dense, the others with experts, and one MTP layer.
 
     Args:
-        kind: "full" (an indexer a layer) or "share" (every second layer reuses a selection).
+        kind: "full" (an indexer a layer), "share" (every second layer reuses a selection), or
+            "flash" (GLM-5.3-Flash's attention: no rotary part, rows of 512; no MTP).
         layers: decoder layers.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     types = (FULL, SHARED) if kind == "share" else (FULL, FULL)
+    glm5 = Glm5Architecture.glm5()
+    if kind == "flash":
+        glm5 = replace(
+            glm5,
+            qk_nope_head_dim=256,
+            qk_rope_head_dim=0,
+            num_nextn_predict_layers=0,
+        )
     return replace(
-        Glm5Architecture.glm5(),
+        glm5,
         num_hidden_layers=layers,
         num_attention_heads=8,
         n_routed_experts=16,
@@ -40,6 +50,43 @@ def architecture(kind: str, layers: int = 4) -> Glm5Architecture:
         indexer_types=tuple(types[layer % 2] for layer in range(layers)),
         rms_norm_eps=1e-6,
     )
+
+
+def shapes_of(arch: Glm5Architecture, kind: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the checkpoint's tensors."""
+    shapes = hf_shapes(arch)
+    if kind == "flash":
+        for layer in range(arch.num_hidden_layers):
+            prefix = f"model.layers.{layer}.self_attn.indexer.index_kpool_compress"
+            shapes[f"{prefix}_ape"] = (POOL, arch.index_head_dim)
+            shapes[f"{prefix}_gate"] = (arch.index_head_dim, arch.hidden_size)
+    return shapes
+
+
+def config_of(arch: Glm5Architecture, kind: str) -> dict[str, Any]:
+    """Content of config.json.
+
+    GLM-5.3-Flash's linear attention and parallel residual streams are left out: what is asked
+    about is its sparse attention.
+    """
+    config = twin_config(arch) | {"dtype": "bfloat16"}
+    if kind != "flash":
+        return config
+    dense = arch.first_k_dense_replace
+    sparse = arch.num_hidden_layers - dense
+    del config["rope_parameters"], config["index_topk_pattern"]
+    return config | {
+        "architectures": ["Glm5NextForCausalLM"],
+        "model_type": "glm5_next_text",
+        "layer_types": ["indexed_attention"] * arch.num_hidden_layers,
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * sparse,
+        "linear_num_heads": 8,  # none is there, but vLLM sizes its pages for them
+        "index_kpool": POOL,
+        "index_kpool_always_select_tail": True,
+        "mla_use_nope": True,
+        "mhc": False,
+        "swiglu_limit": 10.0,
+    }
 
 
 def write_model(folder: Path, kind: str, layers: int = 4, device: str = "cuda") -> Path:
@@ -57,7 +104,7 @@ def write_model(folder: Path, kind: str, layers: int = 4, device: str = "cuda") 
     arch = architecture(kind, layers)
     generator = torch.Generator(device).manual_seed(SEED)
     weights: dict[str, Any] = {}
-    for name, shape in hf_shapes(arch).items():
+    for name, shape in shapes_of(arch, kind).items():
         values = torch.randn(shape, generator=generator, device=device)
         values = values * float(scale(name, shape)) + float(centre(name))
         weights[name] = values.to(torch.bfloat16).cpu()
@@ -67,6 +114,6 @@ def write_model(folder: Path, kind: str, layers: int = 4, device: str = "cuda") 
         weights[f"model.layers.{layer}.embed_tokens.weight"] = embedding.clone()
         weights[f"model.layers.{layer}.shared_head.head.weight"] = head.clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = twin_config(arch) | {"dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    config = json.dumps(config_of(arch, kind), indent=2)
+    (folder / "config.json").write_text(config + "\n")
     return folder
