@@ -80,7 +80,8 @@ def env(
 ) -> None:
     """Layer 0: what this machine can run, and how to get what is missing."""
     from glm5lab.env import format_report, report
-    from glm5lab.selection_table import format_selection, present_capabilities, selection
+    from glm5lab.selection_table import present_capabilities, selection
+    from glm5lab.views.selection import format_selection
 
     if capability:
         typer.echo(format_selection(selection(capability)))

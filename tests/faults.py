@@ -69,7 +69,8 @@ class Victim:
         found = {"glm5lab": self.process.pid}
         parents: dict[str, int] = {}
         for line in marked(self.marker):
-            number, command = int(line.split()[0]), line.split(maxsplit=1)[1]
+            pid, _, command = line.partition(" ")  # none yet, of a process that has just begun
+            number = int(pid)
             if "serving.leash" in command:
                 found["leash"] = number
             elif "spawn_main" in command or "multiprocessing.spawn" in command:

@@ -95,7 +95,7 @@ def test_the_reason_names_what_each_native_backend_lacks(monkeypatch):
 
 
 def test_the_command_prints_the_same_table(table):
-    from glm5lab.selection_table import format_selection
+    from glm5lab.views.selection import format_selection
 
     text = format_selection({"12.0": table["12.0"]})
     lines = [line.split() for line in text.splitlines()]

@@ -136,6 +136,28 @@ def test_an_end_while_serving_names_the_signal(tmp_path):
             hold(process, Client(process.url), None)
 
 
+def test_an_engine_that_dies_at_the_first_request_is_named(tmp_path):
+    """It answers 500, and then the server ends; one that goes on is quoted with its log."""
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    shown = (
+        f"print('INFO:     Application startup complete.'); print({error!r}); import sys, time; "
+    )
+    smoked = ServerError("the smoke request failed: POST /v1/completions: 500: EngineDeadError")
+    with server(shown + "time.sleep(0.3); sys.exit(1)", tmp_path) as process:
+        words = str(process.unsound(smoked))
+    assert words.startswith("the server ended with code 1 at its first request (the smoke request")
+    assert "memory: The GPU ran out of memory while serving" in words
+    with server("import time; print('ready', flush=True); time.sleep(60)", tmp_path) as process:
+        words = str(process.unsound(smoked))
+    assert words == f"{smoked}; its whole output: {tmp_path / 'log'}"
+
+
+def test_a_machine_without_the_endpoint_is_held_too(tmp_path):
+    ends = pytest.raises(ServerError, match="ended with code 1 while it was serving")
+    with server("import sys; sys.exit(1)", tmp_path) as process, ends:
+        hold(process, None, 1.0)
+
+
 def test_the_doctor_names_the_cause(tmp_path):
     """Of an error that other processes repeat, and of one in a start that does not go on."""
     error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -194,10 +194,9 @@ def _refusal(
     if reasons:
         return f"{model.path}: vLLM cannot run it so: {'; '.join(reasons[:3])}"
     budget, missing = plan.card.budget / GIB, plan.missing_gib
-    ranks = f"tp {best.tp}" + f", pp {best.pp}" * (best.pp > 1)
     text = (
         f"{model.path}: does not fit on {counted(plan.gpus, 'GPU')} of {memory:.4g} GiB: the best "
-        f"split ({ranks}) needs {budget + missing:.1f} GiB on the fullest for requests of "
+        f"split ({best.shape}) needs {budget + missing:.1f} GiB on the fullest for requests of "
         f"{best.caches[0].context:,} tokens, vLLM may use {budget:.1f}: "
         f"{missing:.1f} GiB are missing"
     )
@@ -221,9 +220,7 @@ def _instead(
         return f"--context {cache.context} would fit there, with {cache.kv_dtype} rows"
     for gpus in (count for count in LARGER if count > plan.gpus):
         if other := fits(gpus, tp=None, pp=None):
-            split = other.best
-            ranks = f"tp {split.tp}" + f", pp {split.pp}" * (split.pp > 1)
-            return f"{gpus} such GPUs would do ({ranks})"
+            return f"{gpus} such GPUs would do ({other.best.shape})"
     return f"no number of such GPUs up to {LARGER[-1]} would do"
 
 

@@ -15,6 +15,7 @@ from glm5lab.serving.access import VARIABLE, Access, access
 from glm5lab.serving.client import Client
 from glm5lab.serving.command import (
     LOCAL,
+    ServerError,
     command,
     platform,
     require_free,
@@ -141,18 +142,17 @@ def run(file: str | Path, options: ServeOptions, plan: Layout, port: int, who: A
     added = variables(options, plan, who)
     server = Server(line, url(options.host, port), log, added, echo)
     to_stderr(f"vLLM's output: {log}")
+    client = Client(server.url, api_key=who.key) if options.nodes.answers else None
     ready = False
     try:
         with interruptible(), server:
-            if options.nodes.answers:
-                client = Client(server.url, api_key=who.key)
+            if client is not None:
                 announce(server, client, options)
-                ready = True
-                hold(server, client, options.stall_s, to_stderr)
+            else:
+                where = f"the endpoint is on {options.nodes.head}; Ctrl-C stops it"
+                print(f"machine {options.nodes.rank} runs; {where}", flush=True)
             ready = True
-            where = f"machine {options.nodes.rank} runs; the endpoint is on {options.nodes.head}"
-            print(f"{where}; Ctrl-C stops it", flush=True)
-            raise server.failed("while it was serving")
+            hold(server, client, options.stall_s, to_stderr)
     except KeyboardInterrupt:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -164,7 +164,10 @@ def announce(server: Server, client: Client, options: ServeOptions) -> None:
     """Wait until the server is ready and has answered, and say where it is."""
     seconds = server.wait_ready(timeout_s=None, say=to_stderr, stall_s=options.stall_s)
     if options.smoke:
-        to_stderr(smoke(client))
+        try:
+            to_stderr(smoke(client))
+        except ServerError as error:
+            raise server.unsound(error) from error
     if server.log_error:
         to_stderr(f"{server.log}: {server.log_error}; the log goes no further")
     print(

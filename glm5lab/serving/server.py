@@ -5,8 +5,10 @@ with Server.of_file("GLM-5-Q4_K_M-00001-of-00010.gguf") as server:
     Client(server.url).chat([{"role": "user", "content": "Hello"}])
 """
 
+import contextlib
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -35,6 +37,8 @@ POLL_S = 0.25
 SAY_S = 30.0
 # Seconds that a stuck engine gets to end by itself.
 STUCK_PATIENCE_S = 5.0
+# Seconds in which a server ends whose engine is dead.
+DYING_S = 10.0
 # Stages that may be silent while a process works, and states of one that does: it computes, waits
 # for a core or for the disk (proc(5)); looked at so often.
 SILENT, BUSY, LOOKS = ("imports", "engine", "http"), "RD", 16
@@ -166,6 +170,17 @@ class Server(LoggedProcess):
             words = found.partition("error: ")[2]
             return InputError("vLLM's options", words, "`vllm serve --help=all` lists them all")
         return ServerError(f"the server {ended(code)} {when}: {self._verdict()}")
+
+    def unsound(self, error: ServerError) -> ServerError | InputError:
+        """The error for a server that is ready and fails its first request.
+
+        An engine or worker that died answers 500 first, and then the server ends: its log says why.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(DYING_S)
+            return self.failed(f"at its first request ({error})")
+        known = doctor(self.log)
+        return ServerError("; ".join(filter(None, [str(error), known, self._log()])))
 
     def halted(self, what: str) -> ServerError:
         """The error for a server that runs and does not go on; it is given no more time."""

@@ -7,6 +7,7 @@ made. A queue that is long keeps the counters moving.
 
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from glm5lab.serving.client import Client, ClientError
 from glm5lab.serving.server import POLL_S, Server
@@ -68,22 +69,22 @@ class Watch:
 
 def hold(
     server: Server,
-    client: Client,
+    client: Client | None,
     stall_s: float | None,
     say: Callable[[str], None] = lambda _line: None,
-) -> None:
+) -> NoReturn:
     """Wait for the end of a server.
 
     Args:
         server: ready.
-        client: for it.
+        client: for it; None where the endpoint is on another machine, which watches all of them.
         stall_s: seconds without a sign of work after which it counts as stuck; None for never.
         say: gets a line where that cannot be told.
 
     Raises:
         ServerError: it ended by itself, or is stuck.
     """
-    watch = None if stall_s is None else Watch(client, stall_s)
+    watch = None if stall_s is None or client is None else Watch(client, stall_s)
     if watch is not None and not watch.able:
         say("the server counts no tokens: an engine that stands still would not be noticed")
     checked = time.monotonic()

@@ -24,6 +24,26 @@ DENSE = "sparse not supported"  # vLLM's words about a backend that is no altern
 UNASKED = "ModuleNotFoundError"  # what it needs is not installed here, so vLLM cannot say it
 
 
+def format_selection(table: Table) -> str:
+    """One small table a capability; a star marks what vLLM serves only with glm5lab."""
+    blocks = []
+    for capability, by_flashinfer in table.items():
+        columns = list(by_flashinfer)
+        rows = [("cache dtype", *columns)] + [
+            (dtype, *(_starred(by_flashinfer[name][dtype]) for name in columns))
+            for dtype in by_flashinfer[columns[0]]
+        ]
+        title = f"sparse attention of GLM-5 in bfloat16, compute capability {capability}"
+        blocks.append("\n".join([title, *table_lines(rows)]))
+    return "\n\n".join([*blocks, "* nothing serves it without glm5lab"])
+
+
+def _starred(choice: dict[str, Any]) -> str:
+    if choice["chosen"] is None:
+        return NONE
+    return choice["chosen"] + ("" if choice["native"] else " *")
+
+
 def selection_rows(table: Table, capability: str) -> "pd.DataFrame":
     """One row a cache dtype and FlashInfer or not.
 
