@@ -12,6 +12,15 @@ from glm5lab.gguf.tensors import type_sizes
 
 # Q8_1 is a type of activations; no file has it, and gguf-py cannot dequantize it.
 KINDS = sorted(QUANTIZED - {"Q8_1"})
+# Where a block has its scale and its minimum, and what multiple makes numbers average to zero, as
+# weights do: otherwise results hang on little more than the sum of the activations.
+MINIMA = {
+    "Q4_1": (0, 2, -7.5),
+    "Q5_1": (0, 2, -15.5),
+    "Q2_K": (80, 82, 1.5),
+    "Q4_K": (0, 2, 7.5),
+    "Q5_K": (0, 2, 15.5),
+}
 
 
 def type_id(kind: str) -> int:
@@ -32,6 +41,10 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> torch.Ten
     for at in HALF_SCALES.get(kind, ()):
         halves = (rng.random(count) * 0.01 + 0.005).astype("<f2")
         data[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    if kind in MINIMA:
+        scale, minimum, factor = MINIMA[kind]
+        halves = (data[:, scale : scale + 2].copy().view("<f2") * np.float32(factor)).astype("<f2")
+        data[:, minimum : minimum + 2] = halves.view(np.uint8)
     values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
     factor = np.float16(0.05 / max(1e-6, float(np.std(np.asarray(values)))))
     for at in HALF_SCALES.get(kind, ()):
