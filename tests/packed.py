@@ -42,8 +42,8 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> torch.Ten
         halves = (rng.random(count) * 0.01 + 0.005).astype("<f2")
         data[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
     if kind in MINIMA:
-        scale, minimum, factor = MINIMA[kind]
-        halves = (data[:, scale : scale + 2].copy().view("<f2") * np.float32(factor)).astype("<f2")
+        scale, minimum, multiple = MINIMA[kind]
+        halves = (data[:, scale : scale + 2].copy().view("<f2") * multiple).astype("<f2")
         data[:, minimum : minimum + 2] = halves.view(np.uint8)
     values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
     factor = np.float16(0.05 / max(1e-6, float(np.std(np.asarray(values)))))
