@@ -202,3 +202,23 @@ with pretend_cuda.sparse_model():
 print(json.dumps(["TRITON_MLA_SPARSE" in row["valid"] for row in rows]))
 """
     assert run_pretended((12, 0), code) == [True] * 4 + [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"), [((9, 0), "FLASH_ATTN_MLA_SPARSE"), ((12, 0), None), ((8, 9), None)]
+)
+def test_rows_without_a_rotary_part_keep_their_native_backend(capability, native):
+    """GLM-5.3-Flash's rows of 512: ours is offered behind what vLLM has, and serves elsewhere."""
+    code = """
+from vllm.platforms import current_platform
+pretend_cuda.pretend_flashinfer(False)
+with pretend_cuda.sparse_model():
+    before = pretend_cuda.ask(type(current_platform), "bfloat16", head_size=512)
+    patches.register_backend(); cuda_patches.offer_on_cuda()
+    after = pretend_cuda.ask(type(current_platform), "bfloat16", head_size=512)
+print(json.dumps([before["chosen"], after["chosen"], after["valid"]]))
+"""
+    before, after, valid = run_pretended(capability, code)
+    assert before == native
+    assert after == (native or "TRITON_MLA_SPARSE")
+    assert valid[-1] == "TRITON_MLA_SPARSE"
