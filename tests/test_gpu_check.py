@@ -1,10 +1,12 @@
 """What `glm5lab backends` compares and when it fails; the engines themselves need a GPU."""
 
 import json
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,3 +219,50 @@ def test_flash_has_rows_without_a_rotary_part_and_pools_of_keys():
     assert shapes[f"{prefix}kv_a_proj_with_mqa.weight"] == (512, arch.hidden_size)
     assert shapes[f"{prefix}indexer.index_kpool_compress_gate"] == (128, arch.hidden_size)
     assert not any(".layers.4." in name for name in shapes)
+
+
+class Engine:
+    """Answers every request with its prompt's first tokens, a token a step; some at a time."""
+
+    def __init__(self):
+        self.requests: dict[str, Any] = {}
+
+    def add_request(self, name, prompt, sampling):
+        tokens = prompt["prompt_token_ids"] * sampling.max_tokens
+        self.requests[name] = [tokens[: sampling.max_tokens], 0]
+
+    def abort_request(self, names):
+        for name in names:
+            del self.requests[name]
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        outputs = []
+        for name in list(self.requests)[:64]:
+            tokens, made = self.requests[name]
+            self.requests[name][1] = made + 1
+            likeliest = [{t: None} for t in tokens[: made + 1]]
+            one = SimpleNamespace(token_ids=tokens[: made + 1], logprobs=likeliest)
+            done = made + 1 == len(tokens)
+            outputs.append(SimpleNamespace(request_id=name, finished=done, outputs=[one]))
+            if done:
+                del self.requests[name]
+        return outputs
+
+
+def test_a_soak_sends_aborts_and_answers_its_sample_among_others(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 20)
+    monkeypatch.setattr(soak, "LONGEST", 50)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    found = soak.soak(SimpleNamespace(llm_engine=Engine()), 300, 0.0)
+    assert found["sent"] >= 300
+    assert 0 < found["aborted"] == found["sent"] - found["finished"]
+    assert found["same"]
+    assert found["among"]["answers"] == found["among"]["equal"] >= soak.SAMPLE * 8
+    assert found["memory_mib"] == [5] * len(found["memory_mib"])
+    assert len(found["memory_mib"]) >= 10
+    assert soak.wrong(found) == []

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from glm5lab.gpu_check.child import prompt
@@ -19,7 +20,7 @@ LIKELIEST, STRANGERS = 20, 0.02
 
 
 def soak(llm: Any, requests: int, seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Serve random requests, abort some, and compare a fixed sample before and after.
+    """Serve random requests, abort some, and compare a fixed sample before, among and after.
 
     Args:
         llm: a running vllm.LLM.
@@ -28,52 +29,85 @@ def soak(llm: Any, requests: int, seconds: float, seed: int = 0) -> dict[str, An
         seed: of lengths and aborts.
 
     Returns:
-        "finished", "aborted", "same" (whether the sample's tokens are afterwards what they were),
-        "among" (how the sample was answered among other requests, see `compared`), "memory_mib"
-        (reserved by PyTorch: at the start, then at each tenth of the requests).
+        "sent", "finished" and "aborted" requests, "same" (whether the sample's tokens are
+        afterwards what they were), "among" (how the sample was answered among other requests, see
+        `compared`), "memory_mib" (reserved by PyTorch: at the start, then at each tenth of the
+        requests).
     """
     import torch
 
-    engine, draw = llm.llm_engine, random.Random(seed)
+    engine, load = llm.llm_engine, Load(random.Random(seed))
     before = sample(engine)
-    memory, started, sent, aborted = [torch.cuda.memory_reserved() >> 20], time.monotonic(), 0, 0
-    running: set[str] = set()
-    fixed: dict[str, int] = {}  # requests of the sample -> which of it
-    among: list[tuple[int, list[int]]] = []
-    while sent < requests or time.monotonic() - started < seconds or running:
-        open_ = sent < requests or time.monotonic() - started < seconds
-        while open_ and len(running) < AT_ONCE:
-            length = int(LONGEST ** draw.uniform(0.2, 1.0))
-            running |= set(submit(engine, [prompt(length, sent)], draw.randint(1, 128)))
-            sent += 1
-        for output in engine.step():
-            if output.finished:
-                running.discard(output.request_id)
-                if output.request_id in fixed:
-                    number = fixed.pop(output.request_id)
-                    among.append((number, list(output.outputs[0].token_ids)))
-        victims = sorted(running - fixed.keys())
-        if victims and draw.random() < 0.02:
-            victim = draw.choice(victims)
-            engine.abort_request([victim])
-            running.discard(victim)
-            aborted += 1
-        if sent * 10 // requests >= len(memory):
+    memory, started = [torch.cuda.memory_reserved() >> 20], time.monotonic()
+    while load.running or load.sent < requests or time.monotonic() - started < seconds:
+        open_ = load.sent < requests or time.monotonic() - started < seconds
+        if open_:
+            load.fill(engine)
+        load.step(engine)
+        if load.sent * 10 // requests >= len(memory):
             memory.append(torch.cuda.memory_reserved() >> 20)
-            if open_ and not fixed:
-                names = submit(engine, sample_prompts(), SAMPLE_TOKENS)
-                fixed = {name: number for number, name in enumerate(names)}
-                running |= fixed.keys()
+            if open_:
+                load.add_sample(engine)
     drain(engine)
     return {
-        "sent": sent,
-        "finished": sent - aborted,
-        "aborted": aborted,
+        "sent": load.sent,
+        "finished": load.sent - load.aborted,
+        "aborted": load.aborted,
         "seconds": time.monotonic() - started,
         "same": [a["tokens"] for a in sample(engine)] == [a["tokens"] for a in before],
-        "among": compared(before, among),
+        "among": compared(before, load.answers),
         "memory_mib": memory,
     }
+
+
+@dataclass
+class Load:
+    """Random requests in flight.
+
+    Attributes:
+        draw: of lengths and aborts.
+        sent, aborted: so far.
+        running: names of requests.
+        fixed: those of the fixed sample among them -> number in the sample.
+        answers: finished ones of the fixed sample: number, tokens.
+    """
+
+    draw: random.Random
+    sent: int = 0
+    aborted: int = 0
+    running: set[str] = field(default_factory=set)
+    fixed: dict[str, int] = field(default_factory=dict)
+    answers: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    def fill(self, engine: Any) -> None:
+        """Send requests until as many run as shall."""
+        while len(self.running) < AT_ONCE:
+            length = int(LONGEST ** self.draw.uniform(0.2, 1.0))
+            tokens = self.draw.randint(1, 128)
+            self.running |= set(submit(engine, [prompt(length, self.sent)], tokens))
+            self.sent += 1
+
+    def add_sample(self, engine: Any) -> None:
+        """Send the fixed sample, unless it still runs."""
+        if not self.fixed:
+            names = submit(engine, sample_prompts(), SAMPLE_TOKENS)
+            self.fixed = {name: number for number, name in enumerate(names)}
+            self.running |= self.fixed.keys()
+
+    def step(self, engine: Any) -> None:
+        """One step of the engine; now and then a request is aborted."""
+        for output in engine.step():
+            if output.finished:
+                self.running.discard(output.request_id)
+                if output.request_id in self.fixed:
+                    number = self.fixed.pop(output.request_id)
+                    self.answers.append((number, list(output.outputs[0].token_ids)))
+        victims = sorted(self.running - self.fixed.keys())
+        if victims and self.draw.random() < 0.02:
+            victim = self.draw.choice(victims)
+            engine.abort_request([victim])
+            self.running.discard(victim)
+            self.aborted += 1
 
 
 def sample_prompts() -> list[list[int]]:

@@ -181,6 +181,9 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
         self, q: Query, kv: torch.Tensor, indices: torch.Tensor, **lists: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call the kernel: `lists` says what the indices [T, top_k] are, see `sparse_mla`."""
+        # Not `sparse_mla_shared`, for prompts either: it takes longer where neighbours choose other
+        # rows, which is not known before; its union walks the whole cache in spans of 262,144 rows;
+        # and through NaN in a row a request would change a neighbour's result in the batch.
         q, width = self._padded(q), self.kv_lora_rank
         out, lse = sparse_mla(q, kv, indices, self.scale, d_v=width, **lists)
         return out, lse if self.need_to_return_lse_for_decode else None
