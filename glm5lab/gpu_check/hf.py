@@ -13,7 +13,7 @@ from glm5lab.errors import CheckError
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 1024  # tokens; the indexer's scores of 30,000 keys then take 4 GB
+CHUNK = 512  # tokens; the indexer's scores of 30,000 keys then take 2 GB
 LIKELIEST = 5
 
 
