@@ -17,8 +17,10 @@ TOOL = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/
 def test_every_kernel_is_clean(check):
     assert TOOL is not None
     # Without torch's caching every tensor ends where its own allocation does.
+    # Triton 3.8 asks the driver for what it refuses, and goes on: no error of a kernel.
+    command = [TOOL, "--tool", check, "--report-api-errors", "no", "--error-exitcode", "9"]
     child = subprocess.run(
-        [TOOL, "--tool", check, "--error-exitcode", "9", sys.executable, "sanitized.py"],
+        [*command, sys.executable, "sanitized.py"],
         cwd=Path(__file__).parent,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,

@@ -15,11 +15,10 @@ from glm5lab.attention.topk import top_k
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 on Hopper"])
+@pytest.mark.parametrize("capability", [90, 120])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("heads", [8, 64])
-def test_sparse_mla(form, heads, monkeypatch):
-    fp8 = form != "bf16"
-    monkeypatch.setattr(sparse_mla, "HOPPER_FP8", form == "fp8 on Hopper")
+def test_sparse_mla(capability, fp8, heads):
 
     def run(tokens, top_k, rows, page_size=0, form_of_q=lambda q: q):
         q, kv, indices, lengths = make_case(
@@ -28,7 +27,7 @@ def test_sparse_mla(form, heads, monkeypatch):
         sparse_mla.sparse_mla(form_of_q(q), kv, indices, 0.06, lengths)
 
     every_tile = (1, 8, 20, 40, 130)  # tokens, with and without parts
-    with forms_on(90) as forms:
+    with forms_on(capability) as forms:
         assert new_forms(forms, run, 1, 2048, 96)
         for tokens in every_tile:
             run(tokens, 2048, 96)

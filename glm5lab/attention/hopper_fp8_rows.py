@@ -1,4 +1,4 @@
-"""Shared memory's side of sparse MLA on Hopper over fp8_ds_mla rows: rows and queries as fp16."""
+"""Shared memory's side of sparse MLA on Hopper over fp8_ds_mla rows: values and queries as fp16."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,17 +13,17 @@ TINY = gl.constexpr(1e-30)  # no scale counts as less, since it is divided by
 
 
 @gluon.jit
-def _values(b_word, b_scale):
-    """[BLOCK_K, 32] words of four e4m3 each, times scales [BLOCK_K, 1] -> [BLOCK_K, 128] fp16."""
+def _values(b_word):
+    """[BLOCK_K, 32] words of four e4m3 each -> [BLOCK_K, 128] fp16, exactly."""
     b_0, b_1, b_2, b_3 = gl.inline_asm_elementwise(
         """{
-        .reg .b16 lo, hi; .reg .b32 pair, scale;
-        cvt.rn.f16x2.f32 scale, $5, $5; mov.b32 {lo, hi}, $4;
-        cvt.rn.f16x2.e4m3x2 pair, lo; mul.rn.f16x2 pair, pair, scale; mov.b32 {$0, $1}, pair;
-        cvt.rn.f16x2.e4m3x2 pair, hi; mul.rn.f16x2 pair, pair, scale; mov.b32 {$2, $3}, pair;
+        .reg .b16 lo, hi; .reg .b32 pair;
+        mov.b32 {lo, hi}, $4;
+        cvt.rn.f16x2.e4m3x2 pair, lo; mov.b32 {$0, $1}, pair;
+        cvt.rn.f16x2.e4m3x2 pair, hi; mov.b32 {$2, $3}, pair;
         }""",
-        "=h,=h,=h,=h,r,f",
-        [b_word, b_scale],
+        "=h,=h,=h,=h,r",
+        [b_word],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
         is_pure=True,
         pack=1,
@@ -50,19 +50,17 @@ def gather_fp8(
     stride_page,
     s_v,
     s_r,
-    s_unit,
+    s_scale,
     full,
     empty,
     PAGED: gl.constexpr,
     WARPS: gl.constexpr,
     FIRST: gl.constexpr,
     STEP: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
-    """Convert every STEP-th block from FIRST on into its stage. AHEAD: groups loaded at once."""
+    """Convert every STEP-th block from FIRST on into its stage; scales go beside the values."""
     words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     halves: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     row: gl.constexpr = gl.SliceLayout(1, words)
     row_r: gl.constexpr = gl.SliceLayout(1, halves)
     o_k = gl.arange(0, BLOCK_K, layout=row)
@@ -84,31 +82,26 @@ def gather_fp8(
         b_s3 = gl.load(p_s + 3, mask=m_k, other=0.0)
         b_w0 = gl.load(p_w, mask=m_w, other=0)
         b_w1 = gl.load(p_w + 32, mask=m_w, other=0)
-        if AHEAD == 4:
-            b_w2 = gl.load(p_w + 64, mask=m_w, other=0)
-            b_w3 = gl.load(p_w + 96, mask=m_w, other=0)
+        b_w2 = gl.load(p_w + 64, mask=m_w, other=0)
+        b_w3 = gl.load(p_w + 96, mask=m_w, other=0)
         # The same rows in the same threads: nothing moves.
         p_r = rope_ptr + (gl.convert_layout(b_row, row_r) * 8)[:, None] + 264 + o_r[None, :]
         m_r = (gl.convert_layout(b_slot, row_r) >= 0)[:, None] & (o_r >= 0)[None, :]
         b_slot = load_slots(p_i, block + BLOCK_K * STEP + o_k, end, slots)
 
-        # e4m3 reaches 448 and a scale is below twice the power of two: 57,344 at most.
-        b_top = gl.max(gl.maximum(gl.maximum(b_s0, b_s1), gl.maximum(b_s2, b_s3)), 0)
-        unit = _power_of_two_below(gl.maximum(b_top, TINY)) * 0.015625
-        per_unit = 1.0 / unit
         mbarrier.wait(empty.index(stage), phase)
         async_copy.async_copy_global_to_shared(s_r.index(stage), p_r, mask=m_r)
         async_copy.commit_group()
-        s_unit.index(stage).store(gl.full([1], 1.0, gl.float32, one) * unit)
+        s_factors = s_scale.index(stage)
+        s_factors.slice(0, BLOCK_K, dim=0).store(b_s0)
+        s_factors.slice(BLOCK_K, BLOCK_K, dim=0).store(b_s1)
+        s_factors.slice(2 * BLOCK_K, BLOCK_K, dim=0).store(b_s2)
+        s_factors.slice(3 * BLOCK_K, BLOCK_K, dim=0).store(b_s3)
         s_rows = s_v.index(stage)
-        s_rows.slice(0, GROUP, dim=1).store(_values(b_w0, (b_s0 * per_unit)[:, None]))
-        if AHEAD == 2:
-            b_w2 = gl.load(p_w + 64, mask=m_w, other=0)
-        s_rows.slice(128, GROUP, dim=1).store(_values(b_w1, (b_s1 * per_unit)[:, None]))
-        if AHEAD == 2:
-            b_w3 = gl.load(p_w + 96, mask=m_w, other=0)
-        s_rows.slice(256, GROUP, dim=1).store(_values(b_w2, (b_s2 * per_unit)[:, None]))
-        s_rows.slice(384, GROUP, dim=1).store(_values(b_w3, (b_s3 * per_unit)[:, None]))
+        s_rows.slice(0, GROUP, dim=1).store(_values(b_w0))
+        s_rows.slice(GROUP, GROUP, dim=1).store(_values(b_w1))
+        s_rows.slice(2 * GROUP, GROUP, dim=1).store(_values(b_w2))
+        s_rows.slice(3 * GROUP, GROUP, dim=1).store(_values(b_w3))
         async_copy.wait_group(0)
         # Stored rows are read by wgmma's own path to memory.
         fence_async_shared()

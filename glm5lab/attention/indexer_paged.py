@@ -27,10 +27,11 @@ from glm5lab.attention.indexer import (
     tile_logits,
     with_rows,
 )
-from glm5lab.attention.reference import context_ends, page_parts
+from glm5lab.attention.reference import page_parts
 from glm5lab.attention.tiles import Device
 
-RUNTIME = ["queries", "width", "visible", "chunk", "stride_table", "stride_out"]
+RUNTIME = ["queries", "width", "visible", "chunk", "stride_end", "each", "stride_table"]
+RUNTIME += ["stride_out"]
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=["end_ptr"])
@@ -46,6 +47,8 @@ def _paged_mqa_logits_kernel(
     width,
     visible,
     chunk,
+    stride_end,
+    each,
     stride_qt,
     stride_qh,
     stride_page,
@@ -79,10 +82,13 @@ def _paged_mqa_logits_kernel(
     o_h = tl.arange(0, BLOCK_H)
     m_t = o_t < queries
     m_d = o_d < DIM
-    # Rows of q, weights, ends and out: request after request.
+    # Rows of q, weights and out: request after request.
     i_row = i_b.to(tl.int64) * queries
 
-    b_end = tl.load(end_ptr + i_row + o_t, mask=m_t, other=0)
+    # Ends of each query (each = 1), or a request's length (0), which its last query sees wholly.
+    b_end = tl.load(end_ptr + i_b * stride_end + o_t * each, mask=m_t, other=0)
+    b_back = (queries - 1 - o_t) * (1 - each)
+    b_end = tl.where(m_t, tl.maximum(b_end, 0) - b_back, 0)
     high = tl.minimum(tl.maximum(tl.max(b_end, 0), first), tl.minimum(last, visible))
     p_out = out_ptr + (i_row + o_t)[None, :] * stride_out
     if high > first:
@@ -160,7 +166,8 @@ def paged_mqa_logits(
     page = cache.shape[1]
     (q, keys), flags = kernel_operands(q.flatten(0, 1).contiguous(), keys)
     weights = with_rows(weights.float().reshape(-1, heads))
-    ends = context_ends(int32_bounds(context_lens), queries).to(torch.int32).contiguous()
+    ends = int32_bounds(context_lens)
+    each = int(ends.dim() == 2)
     table = with_rows(block_table)
     blocks = column_blocks(tile, queries, heads, dim)
     chunk = _decode_chunk(requests, max_len, tile, kernel_device(q))
@@ -178,6 +185,8 @@ def paged_mqa_logits(
             max_len,
             table.shape[1] * page,
             chunk,
+            ends.stride(0),
+            each,
             q.stride(0),
             q.stride(1),
             keys.stride(0),

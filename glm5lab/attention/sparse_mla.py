@@ -7,7 +7,6 @@ kernel merges their results ("Flash-Decoding", 2023). Runs on GPUs, and on CPUs 
 TRITON_INTERPRET=1.
 """
 
-import os
 from collections.abc import Callable
 from itertools import product
 
@@ -35,8 +34,6 @@ from glm5lab.attention.tiles import (
 
 # What a program has shared memory and registers for.
 MAX_D_V, MAX_ROPE = 512, 64
-# Only on request: the form for Hopper over fp8_ds_mla rows has not run on a GPU yet.
-HOPPER_FP8 = os.environ.get("GLM5LAB_HOPPER_FP8", "0") == "1"
 
 
 @triton.jit
@@ -292,8 +289,7 @@ def sparse_mla(
             problem.heads,
             problem.q.dtype.itemsize,
             problem.fp8,
-            problem.copies_whole_chunks
-            and (not problem.fp8 or (HOPPER_FP8 and out.stride(1) < FAR)),
+            problem.copies_whole_chunks and (not problem.fp8 or out.stride(1) < FAR),
         )
         parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
         with on_device_of(problem.q):

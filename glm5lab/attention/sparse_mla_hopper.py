@@ -120,11 +120,10 @@ def _gather(
 
 
 @gluon.jit
-def store_64(
+def _store(
     b_acc,
     b_max,
     b_sum,
-    unit,
     p_out,
     stride_oh,
     p_lse,
@@ -132,7 +131,7 @@ def store_64(
     s_layout: gl.constexpr,
     o_layout: gl.constexpr,
 ):
-    """Store the output, unit * b_acc / b_sum, and the LSE of 64 heads along the rows."""
+    """Store the output, b_acc / b_sum, and the LSE."""
     head: gl.constexpr = gl.SliceLayout(1, s_layout)
     head_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     m_any = b_sum != 0  # NaN too
@@ -140,7 +139,7 @@ def store_64(
     o_h = gl.arange(0, HEADS, layout=head)
     b_lse = gl.where(m_any, (b_max + gl.log2(b_total)) * LN2, float("-inf"))
     gl.store(p_lse + o_h, b_lse, mask=o_h < heads)
-    b_acc = b_acc * gl.convert_layout(unit / b_total, head_o)[:, None]
+    b_acc = b_acc * gl.convert_layout(1.0 / b_total, head_o)[:, None]
     o_h = gl.arange(0, HEADS, layout=head_o)
     o_d = gl.arange(0, D_V, layout=gl.SliceLayout(0, o_layout))
     m_o = (o_h < heads)[:, None] & (o_d >= 0)[None, :]
@@ -218,7 +217,7 @@ def _attend(
             phase ^= 1
 
     b_sum = gl.sum(b_sum, 1)
-    store_64(b_acc, b_max, b_sum, 1.0, p_out, stride_oh, p_lse, heads, s_layout, o_layout)
+    _store(b_acc, b_max, b_sum, p_out, stride_oh, p_lse, heads, s_layout, o_layout)
 
 
 @gluon.jit(

@@ -1,13 +1,12 @@
 """Sparse MLA on Hopper over fp8_ds_mla rows: values become fp16 once a row, for all heads.
 
-Warpgroups that gather load a block's e4m3 words into registers, multiply them by their group's
-scale and store fp16 into shared memory, where others multiply them (wgmma). The scales of a block
-are divided by a power of two, its unit, which keeps every value within fp16; the unit multiplies
-scores and probabilities instead. Rope columns stay bfloat16.
+Two warpgroups gather in turn: they load a block's e4m3 words into registers and store them as fp16,
+which holds e4m3 exactly, into shared memory, where a third warpgroup multiplies them (wgmma). Each
+group of 128 values has products of its own: its scale multiplies the scores in float32, so that
+they are as exact as the rows, and the probabilities before they become fp16.
 
-Up to 16 heads: heads lie along the columns of the products, so that rows and values fill the 64
-rows of a wgmma, and nothing is padded at 8 heads. Two warpgroups gather in turn, one multiplies.
-More heads: as in `sparse_mla_hopper`.
+Heads lie along the columns of the products, so that rows and values fill the 64 rows of a wgmma,
+and nothing is padded at 8 heads.
 """
 
 import torch
@@ -22,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.hopper_fp8_rows import TINY, gather_fp8, store_queries
+from glm5lab.attention.hopper_fp8_rows import GROUP, TINY, gather_fp8, store_queries
 from glm5lab.attention.problem import ANYWHERE, LN2, RUNTIME, Parts, Problem
 from glm5lab.attention.sparse_mla_hopper import (
     BLOCK_K,
@@ -30,14 +29,23 @@ from glm5lab.attention.sparse_mla_hopper import (
     D_V,
     STAGES,
     load_slots,
-    store_64,
 )
 from glm5lab.attention.tiles import Device, Tile, sparse_mla_tiles
 
 
 @gluon.jit
-def _unit(s_unit, stage, WARPS: gl.constexpr):
-    return gl.max(s_unit.index(stage).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+def _scores(s_rows, s_queries, b_zero):
+    return warpgroup_mma(s_rows, s_queries.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add(s_rows, s_weights, b_acc):
+    return warpgroup_mma(s_rows.permute((1, 0)), s_weights.permute((1, 0)), b_acc, is_async=True)
+
+
+@gluon.jit
+def _times(b_s, b_scale):
+    return b_s * b_scale[:, None]
 
 
 @gluon.jit
@@ -58,35 +66,50 @@ def _attend(
     s_p,
     s_v,
     s_r,
-    s_unit,
+    s_scale,
     full,
     empty,
     HEADS: gl.constexpr,
 ):
-    """HEADS along the columns: scores [BLOCK_K, HEADS], output [D_V, HEADS]; one warpgroup."""
+    """HEADS along the columns: scores [BLOCK_K, HEADS], four outputs [GROUP, HEADS]."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     head: gl.constexpr = gl.SliceLayout(0, layout)
     line: gl.constexpr = gl.SliceLayout(1, layout)
+    # Every warp holds all scales of a block: their maximum needs no barrier.
+    flat: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     b_q_unit = gl.convert_layout(store_queries(p_q, stride_qh, heads, s_q, s_qr, HEADS, 4), head)
     o_k = gl.arange(0, BLOCK_K, layout=line)
     b_max = gl.full([HEADS], float("-inf"), gl.float32, head)
     b_sum = gl.full([HEADS], 0.0, gl.float32, head)
-    b_acc = gl.zeros([D_V, HEADS], gl.float32, layout)
     b_zero = gl.zeros([BLOCK_K, HEADS], gl.float32, layout)
-    unit = TINY * 0.015625
+    b_acc0 = gl.zeros([GROUP, HEADS], gl.float32, layout)
+    b_acc1 = b_acc0
+    b_acc2 = b_acc0
+    b_acc3 = b_acc0
+    unit = TINY
     stage = 0
     phase = 0
     for block in range(start, end, BLOCK_K):
         mbarrier.wait(full.index(stage), phase)
         b_slot = load_slots(p_i, block + o_k, end, slots)
-        s_rows = s_v.index(stage)
-        b_s = warpgroup_mma(s_rows, s_q.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        b_r = warpgroup_mma(
-            s_r.index(stage), s_qr.permute((1, 0)), b_zero, use_acc=False, is_async=True
-        )
-        block_unit = _unit(s_unit, stage, 4)
-        b_s, b_r = warpgroup_mma_wait(0, deps=[b_s, b_r])
-        b_s = (b_s * (b_q_unit * block_unit)[None, :] + b_r) * scale_log2
+        s_0 = s_v.index(stage).slice(0, GROUP, dim=1)
+        s_1 = s_v.index(stage).slice(GROUP, GROUP, dim=1)
+        s_2 = s_v.index(stage).slice(2 * GROUP, GROUP, dim=1)
+        s_3 = s_v.index(stage).slice(3 * GROUP, GROUP, dim=1)
+        b_s0 = _scores(s_0, s_q.slice(0, GROUP, dim=1), b_zero)
+        b_s1 = _scores(s_1, s_q.slice(GROUP, GROUP, dim=1), b_zero)
+        b_s2 = _scores(s_2, s_q.slice(2 * GROUP, GROUP, dim=1), b_zero)
+        b_s3 = _scores(s_3, s_q.slice(3 * GROUP, GROUP, dim=1), b_zero)
+        b_r = _scores(s_r.index(stage), s_qr, b_zero)
+        s_factors = s_scale.index(stage)
+        b_f0 = s_factors.slice(0, BLOCK_K, dim=0).load(line)
+        b_f1 = s_factors.slice(BLOCK_K, BLOCK_K, dim=0).load(line)
+        b_f2 = s_factors.slice(2 * BLOCK_K, BLOCK_K, dim=0).load(line)
+        b_f3 = s_factors.slice(3 * BLOCK_K, BLOCK_K, dim=0).load(line)
+        top = gl.max(s_factors.load(flat), 0)
+        b_s0, b_s1, b_s2, b_s3, b_r = warpgroup_mma_wait(0, deps=[b_s0, b_s1, b_s2, b_s3, b_r])
+        b_s = _times(b_s0, b_f0) + _times(b_s1, b_f1) + _times(b_s2, b_f2) + _times(b_s3, b_f3)
+        b_s = (b_s * b_q_unit[None, :] + b_r) * scale_log2
         b_s = gl.where((b_slot >= 0)[:, None], b_s, float("-inf"))
         b_new = gl.maximum(b_max, gl.max(b_s, 0))
         b_ref = gl.where(b_new == float("-inf"), 0.0, b_new)
@@ -94,14 +117,24 @@ def _attend(
         b_old = gl.exp2(b_max - b_ref)
         b_sum = b_sum * b_old + gl.sum(b_p, 0)
         b_max = b_new
-        # Probabilities count in the largest unit so far, as they do in the largest score.
-        new_unit = gl.maximum(unit, block_unit)
-        s_p.store((b_p * (block_unit / new_unit)).to(gl.float16).trans())
+        # Probabilities times scales count in the largest scale so far, as they do in the largest
+        # score: 256 at most, and exact enough in fp16 down to 2**-22 of that.
+        new_unit = gl.maximum(unit, top * 0.00390625)
+        per_unit = 1.0 / new_unit
+        s_p.index(0).store(_times(b_p, b_f0 * per_unit).to(gl.float16).trans())
+        s_p.index(1).store(_times(b_p, b_f1 * per_unit).to(gl.float16).trans())
+        s_p.index(2).store(_times(b_p, b_f2 * per_unit).to(gl.float16).trans())
+        s_p.index(3).store(_times(b_p, b_f3 * per_unit).to(gl.float16).trans())
         fence_async_shared()
-        b_acc = b_acc * (b_old * (unit / new_unit))[None, :]
+        b_old = (b_old * (unit * per_unit))[None, :]
         unit = new_unit
-        b_acc = warpgroup_mma(s_rows.permute((1, 0)), s_p.permute((1, 0)), b_acc, is_async=True)
-        b_acc = warpgroup_mma_wait(0, deps=[b_acc])
+        b_acc0 = _add(s_0, s_p.index(0), b_acc0 * b_old)
+        b_acc1 = _add(s_1, s_p.index(1), b_acc1 * b_old)
+        b_acc2 = _add(s_2, s_p.index(2), b_acc2 * b_old)
+        b_acc3 = _add(s_3, s_p.index(3), b_acc3 * b_old)
+        b_acc0, b_acc1, b_acc2, b_acc3 = warpgroup_mma_wait(
+            0, deps=[b_acc0, b_acc1, b_acc2, b_acc3]
+        )
         mbarrier.arrive(empty.index(stage))
         stage += 1
         if stage == STAGES:
@@ -111,83 +144,17 @@ def _attend(
     m_any = b_sum != 0  # NaN too
     b_total = gl.where(m_any, b_sum, 1.0)
     o_h = gl.arange(0, HEADS, layout=head)
-    o_d = gl.arange(0, D_V, layout=line)
+    o_d = gl.arange(0, GROUP, layout=line)
     b_lse = gl.where(m_any, (b_max + gl.log2(b_total)) * LN2, float("-inf"))
     gl.store(p_lse + o_h, b_lse, mask=o_h < heads)
     p_o = p_out + o_h.to(gl.int64)[None, :] * stride_oh + o_d[:, None]
     m_o = (o_h < heads)[None, :] & (o_d >= 0)[:, None]
-    b_acc = b_acc * (unit / b_total)[None, :]
-    gl.store(p_o, b_acc.to(p_out.dtype.element_ty), mask=m_o)
-
-
-@gluon.jit
-def _attend_64(
-    p_q,
-    stride_qh,
-    p_out,
-    stride_oh,
-    p_lse,
-    heads,
-    scale_log2,
-    p_i,
-    start,
-    end,
-    slots,
-    s_q,
-    s_qr,
-    s_v,
-    s_r,
-    s_unit,
-    full,
-    empty,
-    HEADS: gl.constexpr,
-):
-    """HEADS along the rows; two warpgroups, scores split by cached rows, values by columns."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_K // 2, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D_V // 2, 16])
-    head: gl.constexpr = gl.SliceLayout(1, s_layout)
-    head_o: gl.constexpr = gl.SliceLayout(1, o_layout)
-    b_q_unit = gl.convert_layout(store_queries(p_q, stride_qh, heads, s_q, s_qr, HEADS, 8), head)
-    o_k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, s_layout))
-    b_max = gl.full([HEADS], float("-inf"), gl.float32, head)
-    b_sum = gl.full([HEADS], 0.0, gl.float32, head)
-    b_acc = gl.zeros([HEADS, D_V], gl.float32, o_layout)
-    b_zero = gl.zeros([HEADS, BLOCK_K], gl.float32, s_layout)
-    unit = TINY * 0.015625
-    stage = 0
-    phase = 0
-    for block in range(start, end, BLOCK_K):
-        mbarrier.wait(full.index(stage), phase)
-        b_slot = load_slots(p_i, block + o_k, end, slots)
-        s_rows = s_v.index(stage)
-        b_s = warpgroup_mma(s_q, s_rows.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        b_r = warpgroup_mma(
-            s_qr, s_r.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
-        )
-        block_unit = _unit(s_unit, stage, 8)
-        b_s, b_r = warpgroup_mma_wait(0, deps=[b_s, b_r])
-        b_s = (b_s * (b_q_unit * block_unit)[:, None] + b_r) * scale_log2
-        b_s = gl.where((b_slot >= 0)[None, :], b_s, float("-inf"))
-        b_new = gl.maximum(b_max, gl.max(b_s, 1))
-        b_ref = gl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = gl.exp2(b_s - b_ref[:, None])
-        b_old = gl.exp2(b_max - b_ref)
-        b_sum = b_sum * b_old + gl.sum(b_p, 1)
-        b_max = b_new
-        new_unit = gl.maximum(unit, block_unit)
-        b_w = (b_p * (block_unit / new_unit)).to(gl.float16)
-        b_w = gl.convert_layout(b_w, gl.DotOperandLayout(0, o_layout, 2))
-        b_acc = b_acc * gl.convert_layout(b_old * (unit / new_unit), head_o)[:, None]
-        unit = new_unit
-        b_acc = warpgroup_mma(b_w, s_rows, b_acc, is_async=True)
-        b_acc = warpgroup_mma_wait(0, deps=[b_acc])
-        mbarrier.arrive(empty.index(stage))
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-
-    store_64(b_acc, b_max, b_sum, unit, p_out, stride_oh, p_lse, heads, s_layout, o_layout)
+    b_unit = (unit / b_total)[None, :]
+    dtype: gl.constexpr = p_out.dtype.element_ty
+    gl.store(p_o, (b_acc0 * b_unit).to(dtype), mask=m_o)
+    gl.store(p_o + GROUP, (b_acc1 * b_unit).to(dtype), mask=m_o)
+    gl.store(p_o + 2 * GROUP, (b_acc2 * b_unit).to(dtype), mask=m_o)
+    gl.store(p_o + 3 * GROUP, (b_acc3 * b_unit).to(dtype), mask=m_o)
 
 
 @gluon.jit(do_not_specialize=[*RUNTIME, "stride_page"], do_not_specialize_on_alignment=ANYWHERE)
@@ -238,7 +205,8 @@ def _attend_hopper_fp8_kernel(
     s_qr = gl.allocate_shared_memory(gl.bfloat16, [HEADS, CHUNK], shared)
     s_v = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_K, D_V], shared)
     s_r = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, CHUNK], shared)
-    s_unit = gl.allocate_shared_memory(gl.float32, [STAGES, 1], plain)
+    s_p = gl.allocate_shared_memory(gl.float16, [D_V // GROUP, HEADS, BLOCK_K], shared)
+    s_scale = gl.allocate_shared_memory(gl.float32, [STAGES, D_V // GROUP * BLOCK_K], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -250,29 +218,18 @@ def _attend_hopper_fp8_kernel(
     p_lse = lse_ptr + (i_t * parts + i_p) * heads + i_h
     left = heads - i_h
     # fmt: off
-    if HEADS == 64:
-        gl.warp_specialize([
-            (_attend_64, (p_q, stride_qh, p_out, stride_oh, p_lse, left, scale_log2, p_i, start,
-                          end, slots, s_q, s_qr, s_v, s_r, s_unit, full, empty, HEADS)),
-            (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
-                       stride_page, s_v, s_r, s_unit, full, empty, PAGED, 4, 0, 1, 2)),
-        ], [4], [REGISTERS])
-    else:
-        s_p = gl.allocate_shared_memory(gl.float16, [HEADS, BLOCK_K], shared)
-        gl.warp_specialize([
-            (_attend, (p_q, stride_qh, p_out, stride_oh, p_lse, left, scale_log2, p_i, start, end,
-                       slots, s_q, s_qr, s_p, s_v, s_r, s_unit, full, empty, HEADS)),
-            (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
-                       stride_page, s_v, s_r, s_unit, full, empty, PAGED, 4, 0, 2, 4)),
-            (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
-                       stride_page, s_v, s_r, s_unit, full, empty, PAGED, 4, 1, 2, 4)),
-        ], [4, 4], [REGISTERS, REGISTERS])
+    gl.warp_specialize([
+        (_attend, (p_q, stride_qh, p_out, stride_oh, p_lse, left, scale_log2, p_i, start, end,
+                   slots, s_q, s_qr, s_p, s_v, s_r, s_scale, full, empty, HEADS)),
+        (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
+                      stride_page, s_v, s_r, s_scale, full, empty, PAGED, 4, 0, 2)),
+        (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
+                      stride_page, s_v, s_r, s_scale, full, empty, PAGED, 4, 1, 2)),
+    ], [4, 4], [REGISTERS, REGISTERS])
     # fmt: on
 
 
-def _registers(tile: Tile) -> int:
-    """Registers a thread that gathers; the others share the rest."""
-    return 112 if tile.heads == 64 else 168
+_REGISTERS = 168  # a thread, of all three warpgroups
 
 
 def attend_hopper_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
@@ -289,7 +246,7 @@ def attend_hopper_fp8(problem: Problem, parts: Parts, tile: Tile) -> None:
         *parts.arguments(problem, problem.page_stride // 16),
         HEADS=tile.heads,
         **parts.constants(problem),
-        REGISTERS=_registers(tile),
+        REGISTERS=_REGISTERS,
         num_warps=tile.warps,
         **parts.options,
         **tile.options,
@@ -308,7 +265,7 @@ def compilations(device: Device) -> list[Compilation]:
                 "PAGED": True,
                 "HAS_LENGTHS": True,
                 "EARLY": split,
-                "REGISTERS": _registers(tile),
+                "REGISTERS": _REGISTERS,
             }
             out = {"out_ptr": "*fp32" if split else "*bf16", "scale_log2": "fp32"}
             name = f"sparse_mla fp8 {tile.name} {'split' if split else 'whole'}"

@@ -127,14 +127,14 @@ _ROWS_32_BIT = Tile(16, 16, 4, 1, 90_112)
 # fp8_ds_mla rows. Eight heads: two registers a thread are spilled for a third program a
 # multiprocessor, which is 10 % faster at 1024 tokens.
 _ROWS_FP8 = {8: Tile(8, 32, 4, 1, 45_056, 168), 16: Tile(16, 32, 4, 1, 55_296)}
-# The forms for Hopper: heads a program -> (tokens from which it holds, tile). 64 heads: 27 us
-# against 37 at 16 tokens, 745 against 1307 at 1024 (sparse_mla_64_heads_designs.json). fp8_ds_mla
-# rows: not measured yet, and chosen on request only (`sparse_mla.HOPPER_FP8`).
-_HOPPER_16_BIT = {64: (16, Tile(64, 64, 8, 2, 225_344, 168, hopper=True))}
+# The forms for Hopper, by heads. 64 heads: 11, 16 and 25 us at 1, 4 and 16 tokens against 12, 21
+# and 37, 745 against 1307 at 1024 (sparse_mla_64_heads_designs.json). More than 16 heads over
+# fp8_ds_mla rows are cut into blocks of 16.
+_HOPPER_16_BIT = {64: Tile(64, 64, 8, 2, 225_344, 168, hopper=True)}
 _HOPPER_FP8 = {
-    8: (1, Tile(8, 64, 4, 2, 158_112, 168, hopper=True)),
-    16: (1, Tile(16, 64, 4, 2, 168_480, 168, hopper=True)),
-    64: (1, Tile(64, 64, 8, 2, 225_440, 168, hopper=True)),
+    8: Tile(8, 64, 4, 2, 163_000, 168, hopper=True),
+    16: Tile(16, 64, 4, 2, 176_424, 168, hopper=True),
+    64: Tile(16, 64, 4, 2, 176_424, 168, hopper=True),
 }
 _INTERPRETED = Tile(16, 32, 1, 1, 0)
 MAX_PARTS = 64
@@ -160,10 +160,9 @@ def sparse_mla_tile(
         return _INTERPRETED
     width = 8 if heads <= 8 else 16 if heads <= 16 else 64
     forms = _HOPPER_FP8 if fp8 else _HOPPER_16_BIT if itemsize == 2 else {}
-    if device.capability == 90 and whole_chunks and width in forms:
-        least, tile = forms[width]
-        if tokens >= least:
-            return tile
+    form = forms.get(width) if device.capability == 90 and whole_chunks else None
+    if form is not None and form.shared_memory <= device.shared_memory:
+        return form
     if fp8:
         return _ROWS_FP8[8 if heads <= 8 else 16]
     if itemsize == 4:
@@ -193,11 +192,15 @@ def sparse_mla_tiles(device: Device, itemsize: int, fp8: bool = False) -> list[T
 def sparse_mla_parts(device: Device, tile: Tile, tokens: int, heads: int, top_k: int) -> int:
     """How many programs share a token's list: a power of two that fills the multiprocessors.
 
-    Two programs each; one in the forms for Hopper.
+    Two programs each; one in the forms for Hopper. The results of 64 heads take long to merge: of
+    several tokens a program there takes two blocks at least (4 tokens: 16 us, 19 with one).
     """
     programs = tokens * -(-heads // tile.heads)
     places = device.multiprocessors * (1 if tile.hopper else 2)
-    wanted = min(places // programs, -(-top_k // tile.rows), MAX_PARTS)
+    blocks = -(-top_k // tile.rows)
+    if tile.heads == 64 and programs > 1:
+        blocks = -(-blocks // 2)
+    wanted = min(places // programs, blocks, MAX_PARTS)
     return 1 << max(wanted, 1).bit_length() - 1
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention.arguments import (
     check_kernels_run_on,
@@ -40,12 +41,14 @@ from glm5lab.attention.topk_select import (
     _bounds,
     _last,
     _level,
+    _ones,
     _order,
     _select_kernel,
     _value,
 )
 
 WARP = tl.constexpr(32)
+STRETCH = tl.constexpr(1024)  # columns that a warp looks at together
 CHUNK = tl.constexpr(8)  # neighbouring columns in a sample: one sector of memory
 MAX_K = 8192
 MAX_WIDTH = 2**30
@@ -67,7 +70,11 @@ def _level_kernel(
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
     SURPLUS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     p_row = in_ptr + row.to(tl.int64) * stride_in
     low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
@@ -85,7 +92,7 @@ def _level_kernel(
         b_order = _order(tl.load(p_row + b_col, mask=m, other=NAN_BITS))
         # Of the k greatest this many are in the sample, give or take their root.
         share = k.to(tl.float32) * SAMPLE / (high - low).to(tl.float32)
-        rank = tl.maximum((share + 5.0 * tl.sqrt(share)).to(tl.int32) + SURPLUS, 1)
+        rank = tl.maximum((share + 4.0 * tl.sqrt(share)).to(tl.int32) + SURPLUS, 1)
         level, reached = _level(b_order, rank, rank + rank // 16)
         if reached > rank + rank // 16:
             last = _last(b_order, b_col, level, rank)
@@ -95,17 +102,46 @@ def _level_kernel(
 
 
 @triton.jit
-def _load(p_row, base, low, high):
-    """[BLOCK / 32, 32]: the bits of the columns from base on, NaN outside of low..high."""
-    # In int64 the addresses of a thread are one register and constants.
-    o_lane = tl.arange(0, WARP).to(tl.int64)[None, :]
-    o = tl.arange(0, BLOCK // WARP).to(tl.int64)[:, None] * WARP + o_lane
-    if (base >= low) & (base + BLOCK <= high):  # a mask would cost more than the comparison
-        b = tl.load(p_row + base + o)
-    else:
-        m = (base + o >= low) & (base + o < high)
-        b = tl.load(p_row + base + o, mask=m, other=NAN_BITS)
-    return b
+def _stretch(p_row, first, low, high, INNER: tl.constexpr):
+    """The values of a stretch from column `first` on: 32 of every lane.
+
+    NaN outside of low..high, unless all lie INNER, where masks would cost more than comparisons.
+    """
+    o = first + tl.arange(0, WARP)
+    values = ()
+    for j in tl.static_range(0, STRETCH, WARP):
+        if INNER:
+            b = tl.load(p_row + j + o)
+        else:
+            b = tl.load(p_row + j + o, mask=(j + o >= low) & (j + o < high), other=NAN_BITS)
+        values = values + (b,)  # type: ignore[assignment]  # noqa: RUF005 - Triton knows no star
+    return values
+
+
+@triton.jit
+def _hits(values, enter):
+    """[32]: which of a lane's values are at least `enter`, a bit each."""
+    b_hits = tl.zeros([WARP], tl.int32)
+    for j in tl.static_range(STRETCH // WARP):
+        b_hits |= (values[j].to(tl.float32, bitcast=True) >= enter).to(tl.int32) << j
+    return b_hits
+
+
+@triton.jit
+def _write(p_row, first, b_hits, b_before, place, hits, most, p_list, CAPACITY: tl.constexpr):
+    """Write a stretch's hits to the row's list from `place` on, values and columns."""
+    p = p_list + (place + b_before)
+    # As often as the lane with most hits has hits: some four times of 32 for 2048 of 131072.
+    for _ in range(tl.where(place + hits <= CAPACITY, most, 0)):
+        m = b_hits != 0
+        b_bit = (b_hits & -b_hits).to(tl.uint32, bitcast=True)
+        # The lowest bit's number is its exponent.
+        b_number = (b_bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        b_col = first + b_number * WARP + tl.arange(0, WARP)
+        tl.store(p, tl.load(p_row + b_col, mask=m), mask=m)  # just read: from a cache
+        tl.store(p + CAPACITY, b_col, mask=m)
+        b_hits &= b_hits - 1
+        p += 1
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=ANYWHERE)
@@ -122,36 +158,42 @@ def _collect_kernel(
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
     CAPACITY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0) // parts
     p_row = in_ptr + row.to(tl.int64) * stride_in
     p_list = list_ptr + row.to(tl.int64) * (2 * CAPACITY)
     low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
     level = tl.load(level_ptr + 2 * row)
     last = tl.load(level_ptr + 2 * row + 1)
-    # This program's columns, in whole blocks.
-    first = low // BLOCK * BLOCK
-    each = tl.cdiv(tl.cdiv(high - first, BLOCK), parts) * BLOCK
+    # This program's columns, in whole stretches.
+    first = low // STRETCH * STRETCH
+    each = tl.cdiv(tl.cdiv(high - first, STRETCH), parts) * STRETCH
     begin = first + tl.program_id(0) % parts * each
-    b_next = _load(p_row, begin, low, high)
-    for i in range(begin, tl.minimum(begin + each, high), BLOCK):
-        b_bits = b_next
-        b_next = _load(p_row, i + BLOCK, low, high)
-        # Up to the last column that may equal the level; in whole blocks, one sooner or later.
-        enter = _value(tl.where(i <= last, level, level + 1))
-        b_hit = b_bits.to(tl.float32, bitcast=True) >= enter
-        b_rank = tl.cumsum(b_hit.to(tl.int32), 0)
-        b_lane = tl.sum(b_hit.to(tl.int32), 0)
-        hits = tl.sum(b_lane, 0)
-        if hits > 0:
-            place = tl.atomic_add(count_ptr + row, hits, sem="relaxed")
-            if place + hits <= CAPACITY:
-                b_place = b_rank + (place - 1 + tl.cumsum(b_lane, 0) - b_lane)[None, :]
-                # Flat, since Triton may transpose a tile for a scattered store.
-                p = p_list + tl.reshape(b_place, (BLOCK,))
-                m = tl.reshape(b_hit, (BLOCK,))
-                tl.store(p, tl.reshape(b_bits, (BLOCK,)), mask=m)
-                tl.store(p + CAPACITY, i + tl.arange(0, BLOCK), mask=m)
+    b_hits = tl.zeros([WARP], tl.int32)
+    b_before = b_hits
+    place = 0
+    hits = 0
+    most = 0
+    for i in range(begin, tl.minimum(begin + each, high), STRETCH):
+        if (i >= low) & (i + STRETCH <= high):
+            values = _stretch(p_row, i, low, high, True)
+        else:
+            values = _stretch(p_row, i, low, high, False)
+        # While they come, the stretch before is written, whose place has come meanwhile.
+        _write(p_row, i - STRETCH, b_hits, b_before, place, hits, most, p_list, CAPACITY)
+        # Up to the last column that may equal the level; in whole stretches, one sooner or later.
+        b_hits = _hits(values, _value(tl.where(i <= last, level, level + 1)))
+        b_count = _ones(b_hits)
+        b_before = tl.cumsum(b_count, 0) - b_count
+        hits = tl.sum(b_count, 0)
+        most = tl.max(b_count, 0)
+        place = tl.atomic_add(count_ptr + row, hits, mask=hits > 0, sem="relaxed")
+    final = begin + (tl.cdiv(tl.minimum(begin + each, high) - begin, STRETCH) - 1) * STRETCH
+    _write(p_row, final, b_hits, b_before, place, hits, most, p_list, CAPACITY)
 
 
 @dataclass(frozen=True)
@@ -163,7 +205,7 @@ class Cut:
             hold half of it in registers.
         sample: columns of a row that are sampled, a power of two.
         surplus: columns of the sample that reach the level beyond what is expected of the k
-            greatest and five standard deviations.
+            greatest and four standard deviations.
     """
 
     capacity: int
@@ -185,15 +227,15 @@ class Cut:
         registers = 80 if device.capability >= 120 else 64
         return {"CAPACITY": self.capacity, "num_warps": 1, "maxnreg": registers}
 
-    def select(self, collected: bool) -> dict[str, int]:
-        """Of the third: two programs a multiprocessor for GLM-5's k."""
+    def select(self, device: Device, collected: bool) -> dict[str, int]:
+        """Of the third. On Hopper four programs a multiprocessor are worth spilled registers."""
         return {
             "CAPACITY": self.capacity,
             "COLLECTED": collected,
             "TILE": self.capacity // 8,
             "MANY": 4096,
-            "num_warps": min(max(self.capacity // 512, 1), 32),
-            "maxnreg": 64,
+            "num_warps": min(max(self.capacity // 1024, 1), 32),
+            "maxnreg": 64 if device.capability == 90 else 128,
         }
 
 
@@ -252,20 +294,35 @@ def _launch(
     levels, counts = empty(rows, 2), empty(rows)
     lists, bits = empty(rows, 2, cut.capacity), empty(rows, 2, blocks * WORDS.value)
     start, end = (out if bound is None else bound for bound in bounds)
-    given = {"HAS_START": bounds[0] is not None, "HAS_END": bounds[1] is not None}
+    # Each kernel may take its place before its predecessor has ended, and waits for it.
+    early = device.dependent_launch
+    given = {"HAS_START": bounds[0] is not None, "HAS_END": bounds[1] is not None, "EARLY": early}
+    if early:
+        given["launch_pdl"] = True
     inputs = (logits.view(torch.int32), start, end, levels, counts)
     stride = logits.stride(0)
     collected = width > cut.capacity
     if collected:
         _level_kernel[(rows,)](*inputs, width, k, stride, **given, **cut.level)
-        # 32 warps a multiprocessor; each reads a block ahead, if there are blocks enough.
-        each = min(max(rows * blocks // (32 * device.multiprocessors), 1), 16)
-        parts = triton.cdiv(blocks, each)
+        # 32 warps a multiprocessor, whose next stretch comes while one is written, if there are so
+        # many.
+        stretches = triton.cdiv(width, STRETCH.value)
+        each = min(max(rows * stretches // (32 * device.multiprocessors), 1), 8)
+        parts = triton.cdiv(stretches, each)
         _collect_kernel[(rows * parts,)](
             *inputs, lists, width, parts, stride, **given, **cut.collect(device)
         )
     _select_kernel[(rows,)](
-        *inputs, lists, bits, out, width, bits.shape[2], k, stride, **given, **cut.select(collected)
+        *inputs,
+        lists,
+        bits,
+        out,
+        width,
+        bits.shape[2],
+        k,
+        stride,
+        **given,
+        **cut.select(device, collected),
     )
 
 
@@ -280,10 +337,10 @@ def compilations(device: Device) -> list[Compilation]:
         ("level", "_level_kernel", cut.level),
         ("level, 1M columns", "_level_kernel", wide.level),
         ("collect", "_collect_kernel", cut.collect(device)),
-        ("select", "_select_kernel", cut.select(True)),
-        ("short rows", "_select_kernel", cut.select(False)),
+        ("select", "_select_kernel", cut.select(device, True)),
+        ("short rows", "_select_kernel", cut.select(device, False)),
     ):
-        given = {"HAS_START": True, "HAS_END": True}
+        given = {"HAS_START": True, "HAS_END": True, "EARLY": device.dependent_launch}
         options = {n: v for n, v in constants.items() if n == "maxnreg"}
         flags = given | {n: v for n, v in constants.items() if n.isupper()}
         warps = constants["num_warps"]

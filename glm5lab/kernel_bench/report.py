@@ -44,7 +44,7 @@ def line(row: Row) -> str:
     """One measurement as a line."""
     if row.note:
         return f"{row.case:46} {row.name:26} did not run: {row.note}"
-    wrong = "" if row.right else f", WRONG (at most {row.bound:g})"
+    wrong = "" if row.right else f", above our bound of {row.bound:g}"
     floor = "" if math.isnan(row.floor_us) else f", {row.us / row.floor_us:.2f} x the floor"
     return f"{row.case:46} {row.name:26} {row.us:8.1f} us, error {row.error:.4f}{floor}{wrong}"
 
