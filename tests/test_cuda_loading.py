@@ -125,7 +125,7 @@ def test_the_prediction_block_takes_blocks_too(tmp_path):
 @pytest.mark.parametrize("ep", [0, 1])
 @pytest.mark.parametrize("kind", ["mix", "q8_0", "q2_k", "iq4_xs", "q4_k_m"])
 def test_two_gpus_take_everything_between_them(kind, ep, tmp_path):
-    file = wide_sample(tmp_path, kind)
+    file = wide_sample(tmp_path, kind, width=256)  # slices of experts cut blocks
     ranks = [planned(file, 2, rank, ep) for rank in range(2)]
     for found in ranks:
         assert found["problems"] == []
