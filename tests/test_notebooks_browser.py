@@ -74,10 +74,10 @@ def test_01_inspect_gguf(opened):
     assert "fits, tp 8" in text_of(lab, "tokens of cache with bf16 rows")
     lab.slide("GPUs", "ArrowLeft", times=3)
     assert "does not fit, best split" in text_of(lab, "are missing on each GPU of the fullest")
-    assert lab.page.locator(".js-plotly-plot").count() >= 2
+    assert lab.page.locator(".js-plotly-plot").count() == 3
     lab.page.get_by_placeholder("indexer 3").fill("indexer.proj 2")
     lab.page.wait_for_timeout(1000)
-    assert "1 tensors" in text_of(lab, "blk.2.indexer.proj.weight")
+    assert "1 tensor, " in text_of(lab, "blk.2.indexer.proj.weight")
 
 
 def test_02_loader_names(opened):
@@ -85,6 +85,7 @@ def test_02_loader_names(opened):
     lab.page.get_by_placeholder("indexer 3").fill("kv_a 3")
     lab.page.wait_for_timeout(1000)
     assert "2 tensors" in text_of(lab, "blk.3.attn_kv_a_norm.weight")
+    assert lab.page.locator(".js-plotly-plot").count() == 2
 
 
 @pytest.mark.slow
@@ -95,6 +96,7 @@ def test_03_sparse_mla_kernels(opened):
     assert "token 39 attends to 16 of the 40 tokens" in text_of(lab, "are left out")
     lab.slide("top-k", "ArrowLeft", times=3)
     assert "token 39 attends to 13 of the 40 tokens" in text_of(lab, "are left out")
+    assert "Top-13 of the first layer" in text_of(lab, "are left out")
 
 
 @pytest.mark.slow
@@ -118,3 +120,4 @@ def test_05_serve(opened):
     said = text_of(lab, "first piece after")
     assert "user Which layers are there?" in said
     assert "assistant " in said
+    assert "Counted by the engine while it answered" in said

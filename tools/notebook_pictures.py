@@ -58,7 +58,7 @@ SCENES = {
     "00_environment": Scene("facts = env.report()"),
     "01_inspect_gguf": Scene("The same for 1 to 16 GPUs", height=760),
     "02_loader_names": Scene("The difference to the twin, drawn"),
-    "03_sparse_mla_kernels": Scene("attended_explorer(model, text)", _move_query, height=840),
+    "03_sparse_mla_kernels": Scene("attended_explorer(model, text)", _move_query, height=860),
     "04_register_backend": Scene("What stock vLLM says"),
     "05_serve": Scene("chat_explorer(client", _chat),
 }

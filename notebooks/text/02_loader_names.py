@@ -95,8 +95,8 @@ model = open_gguf(source.file)
 names_explorer(model)
 
 # %% [markdown]
-# What divides badly is named before anything is loaded. Of which matrices two ranks keep some blocks both, because a slice of a row
-# ends inside a block of 256 weights, and what that costs each of them:
+# A slice of a row can end inside a block of 256 weights. Both ranks keep that block then; the table says before anything is loaded
+# for which matrices, and what it costs each rank:
 
 # %% tags=["nbval-check-output"]
 halved = name_table(sample, config, tp=2, gpu=True)
