@@ -352,7 +352,9 @@ def _report_usage(error: Any) -> int:
     else:
         where = error.ctx.command_path if error.ctx else "glm5lab"
         text = printable(" ".join(error.format_message().split()))
-        print(f"{where}: {text.removesuffix('.')}; see `{where} --help`", file=sys.stderr)
+        vllm = type(error).__name__ == "NoSuchOption" and where == "glm5lab serve"
+        hint = "vLLM's own options stand behind `--`; " if vllm else ""
+        print(f"{where}: {text.removesuffix('.')}; {hint}see `{where} --help`", file=sys.stderr)
     return int(error.exit_code)
 
 

@@ -76,6 +76,14 @@ def test_ranks_on_a_cpu(model):
     assert spread.options == ["--tensor-parallel-size", "2"]
 
 
+def test_what_vllm_would_refuse_on_a_cpu_is_refused_before_it_starts(model):
+    with pytest.raises(NoFitError, match="vLLM cannot run it so: 4 attention heads do not divide"):
+        layout(model, "cpu", Wanted(tp=3, gpu_memory=20))
+    for wanted in (Wanted(context=4097), Wanted(options=("--max-model-len", "1M"))):
+        with pytest.raises(InputError, match=r"expected 1 to 4096 tokens, the model's longest"):
+            layout(model, "cpu", wanted)
+
+
 def test_gpus_get_the_best_split_and_the_users_options_win(model):
     found = layout(model, "cpu", Wanted(gpus=4, gpu_memory=8))
     assert found.platform == "cuda"
@@ -238,6 +246,11 @@ def test_a_dry_run_shows_every_machine_s_command(sample_f32):
     [
         (["/no/file"], 2, "glm5lab: /no/file: no such file or folder; "),
         (["FILE", "--prot", "1"], 2, "glm5lab serve: No such option: --prot "),
+        (
+            ["FILE", "--seed", "1"],
+            2,
+            "glm5lab serve: No such option: --seed; vLLM's own options st",
+        ),
         (["FILE", "--port", "x"], 2, "glm5lab serve: Invalid value for '--port': "),
         (["FILE", "--", "--port", "1"], 2, "glm5lab: --port: is among vLLM's own options; "),
         (["FILE", "--", "--api-key=k"], 2, "glm5lab: --api-key: is among vLLM's own options; "),

@@ -13,6 +13,7 @@ from glm5lab.env import Gpu, available_memory, find_gpus, memory_total
 from glm5lab.errors import Glm5labError, InputError, counted
 from glm5lab.gguf.config import hf_config
 from glm5lab.gguf.memory import GIB, UTILIZATION
+from glm5lab.gguf.parallel import obstacles
 from glm5lab.gguf.plan import MOST_GIB, Plan, make_plan
 from glm5lab.gguf.reader import GgufModel
 from glm5lab.serving.command import option_value
@@ -229,14 +230,22 @@ def _cpu_layout(model: GgufModel, memory: int | None, wanted: Wanted, simulated:
     tp = _count(wanted.tp, options, "--tensor-parallel-size", "-tp")
     pp = _count(wanted.pp, options, "--pipeline-parallel-size", "-pp") or 1
     tp = tp or max(1, wanted.nodes // pp)
+    context = _count(wanted.context, options, "--max-model-len")
+    config = hf_config(model)
+    longest = int(config["max_position_embeddings"])
+    if context is not None and context > longest:
+        cause = f"context {context}: expected 1 to {longest} tokens, the model's longest"
+        raise InputError(model.path, cause, "change the argument")
+    if problems := obstacles(config, tp, 1, ()):
+        raise NoFitError(f"{model.path}: vLLM cannot run it so: {problems[0]}")
     plan = plan_cpu(
         model,
-        hf_config(model),
+        config,
         dtype=option_value(options, "--dtype") or "float32",
         tp=tp,
         pp=pp,
         machines=wanted.nodes,
-        context=_count(wanted.context, options, "--max-model-len"),
+        context=context,
         cache_bytes=tokens(option_value(options, "--kv-cache-memory-bytes")),
     )
     if memory is not None and plan.needed > memory:

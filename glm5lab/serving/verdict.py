@@ -43,7 +43,8 @@ def doctor(log: Path) -> str:
     if found is None or found.layer is None or not found.cause:
         return ""
     said = found.evidence["text"] if found.evidence else ""
-    return "; ".join(filter(None, [f"{found.layer}: {found.cause}", said[:LONGEST], found.fix]))
+    parts = (f"{found.layer}: {found.cause}", said[:LONGEST], found.fix)
+    return "; ".join(part.rstrip(".") for part in parts if part)
 
 
 def halted(group: int, names: Mapping[int, str], last: str) -> str:
