@@ -46,6 +46,9 @@ class PartReader(Closing):
         self.nbytes = 0
         self._files: dict[Path, _File] = {}
         self._lock = threading.Lock()
+        # A thread's file in memory for parts of rows, kept: its pages need not be made anew.
+        self._own = threading.local()
+        self._sinks: list[int] = []
 
     def read(self, part: Part, out: Bytes | None = None) -> Bytes:
         """A part's bytes, little-endian, uint8 [matrices, rows, bytes of a row's blocks].
@@ -66,7 +69,7 @@ class PartReader(Closing):
                         file.read(part.tensor, start, flat[at : at + count])
                         at += count
                 else:
-                    file.gather(part, flat)
+                    file.gather(part, flat, self._sink())
         with self._lock:
             self.nbytes += part.nbytes
         blocks = flat.reshape(part.byte_shape)
@@ -105,10 +108,21 @@ class PartReader(Closing):
             with self._lock:
                 file.users -= 1
 
+    def _sink(self) -> int:
+        """The descriptor of this thread's file in memory."""
+        if not hasattr(self._own, "sink"):
+            self._own.sink = os.memfd_create("glm5lab-part", os.MFD_CLOEXEC)
+            with self._lock:
+                self._sinks.append(self._own.sink)
+        return int(self._own.sink)
+
     def close(self) -> None:
         """Close all files."""
         while self._files:
             self._files.popitem()[1].close()
+        while self._sinks:
+            os.close(self._sinks.pop())
+        self._own = threading.local()
 
 
 class _File:
@@ -142,24 +156,23 @@ class _File:
                 raise self._short(tensor)
             done += count
 
-    def gather(self, part: Part, out: Bytes) -> None:
-        """Fill `out` with the kept blocks of every row."""
+    def gather(self, part: Part, out: Bytes, sink: int) -> None:
+        """Fill `out` with the kept blocks of every row, by way of a file in memory."""
         base, width = self._address(part.tensor), part.byte_shape[2]
         at = 0
-        with _memory_file(part.nbytes) as sink:
-            for starts in part.row_starts():
-                segments = np.empty((len(starts), 2), np.uint64)
-                segments[:, 0] = np.arange(starts.start, starts.stop, starts.step) + base
-                segments[:, 1] = width
-                for first in range(0, len(segments), SEGMENTS):
-                    some = segments[first : first + SEGMENTS]
-                    wanted = len(some) * width
-                    if _pwritev()(sink, some.ctypes.data, len(some), at) != wanted:
-                        raise self._short(part.tensor)
-                    at += wanted
-            view, done = out.data, 0
-            while done < len(view):
-                done += os.preadv(sink, [view[done:]], done)
+        for starts in part.row_starts():
+            segments = np.empty((len(starts), 2), np.uint64)
+            segments[:, 0] = np.arange(starts.start, starts.stop, starts.step) + base
+            segments[:, 1] = width
+            for first in range(0, len(segments), SEGMENTS):
+                some = segments[first : first + SEGMENTS]
+                wanted = len(some) * width
+                if _pwritev()(sink, some.ctypes.data, len(some), at) != wanted:
+                    raise self._short(part.tensor)
+                at += wanted
+        view, done = out.data, 0
+        while done < len(view):
+            done += os.preadv(sink, [view[done:]], done)
 
     def _address(self, tensor: Tensor) -> int:
         """Where the file's map begins in memory; the file must still hold the whole tensor."""
@@ -180,17 +193,6 @@ class _File:
         # The map goes with its last user; arrays over it are not kept.
         self._map = None
         os.close(self.descriptor)
-
-
-@contextmanager
-def _memory_file(size: int) -> Iterator[int]:
-    """The descriptor of a file in memory."""
-    descriptor = os.memfd_create("glm5lab-part", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, size)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @cache
