@@ -247,9 +247,9 @@ def test_a_dry_run_shows_every_machine_s_command(sample_f32):
         (["/no/file"], 2, "glm5lab: /no/file: no such file or folder; "),
         (["FILE", "--prot", "1"], 2, "glm5lab serve: No such option: --prot "),
         (
-            ["FILE", "--seed", "1"],
+            ["FILE", "--swap-space", "1"],
             2,
-            "glm5lab serve: No such option: --seed; vLLM's own options st",
+            "vLLM's own options stand behind `--`; see `glm5lab serve --help`",
         ),
         (["FILE", "--port", "x"], 2, "glm5lab serve: Invalid value for '--port': "),
         (["FILE", "--", "--port", "1"], 2, "glm5lab: --port: is among vLLM's own options; "),
