@@ -295,7 +295,7 @@ def test_what_is_measured_is_what_is_compared(stand_in, monkeypatch):
     sizes = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 12, "TOP_K": 3, "HEADS": 512, "CHECKED": 32}
     for name, value in sizes.items():
         monkeypatch.setattr(gguf_weights, name, value)
-    for name in ("TOKENS", "LINEAR_TOKENS"):
+    for name in ("EXPERT_TOKENS", "LINEAR_TOKENS"):
         monkeypatch.setattr(gguf_weights, name, (1, 7, 70))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     for name in ("randn", "rand", "randint", "tensor"):
@@ -316,7 +316,8 @@ def test_what_is_measured_is_what_is_compared(stand_in, monkeypatch):
     rows: list[Any] = []
     for kind in gguf_weights.KINDS:
         rows += [*gguf_weights.linear(kind, 1.0), *gguf_weights.experts(kind, 1.0)]
-    assert len(rows) == 4 * 3 * 4
+    # Twice linear and two stacks for three counts of tokens, and of three types a second form.
+    assert len(rows) == 4 * 3 * 4 + 3 * 2
     for case, name, error, floor_us, bound in rows:
         assert error < bound, (case, name)
         assert floor_us > 0

@@ -9,8 +9,9 @@ one thread and by as many as the loader has.
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,17 +19,24 @@ from torch.nn import functional
 
 from glm5lab.errors import Glm5labError
 from glm5lab.gguf.block_scales import HALF_SCALES
+from glm5lab.gguf.kernels import MMQ
 from glm5lab.gguf.part_reader import PartReader
 from glm5lab.gguf.parts import whole
 from glm5lab.gguf.tensors import Tensor, type_sizes
 from glm5lab.kernel_bench.timing import Row, copy_rate, measure, relative
 from glm5lab.loading.destinations import Copy
 from glm5lab.loading.streaming import PIECE_BYTES, Streamer
-from glm5lab.vllm_plugin.gguf_kernels import Routing, dequantize, expert_matmul, matmul
+from glm5lab.vllm_plugin.gguf_kernels import (
+    FEW_EXPERT_TOKENS,
+    Routing,
+    dequantize,
+    expert_matmul,
+    matmul,
+)
 
 KINDS = ("Q4_K", "Q6_K", "IQ4_XS", "Q8_0")
-TOKENS = (1, 8, 64, 1024)
 LINEAR_TOKENS = (1, 8, 16, 32, 64, 1024)
+EXPERT_TOKENS = (1, 8, 16, 32, 64, 1024)
 READERS = 4
 HIDDEN, WIDTH, EXPERTS, TOP_K, HEADS = 6144, 2048, 256, 8, 64 * 256
 SETS = 3  # of weights: together more than the caches hold
@@ -110,7 +118,8 @@ def _stack(
 ) -> Iterator[Row]:
     """One stack of experts; `shared` as for `gguf_kernels.expert_matmul`."""
     number, packed = type_number(kind), blocks(kind, EXPERTS, rows, columns)
-    for tokens in TOKENS:
+    most = FEW_EXPERT_TOKENS
+    for tokens in EXPERT_TOKENS:
         choices = [_choices(tokens) for _ in range(SETS)]
         routes = [Routing(ids, EXPERTS, None) for ids in choices]
         height = tokens if shared else tokens * TOP_K
@@ -118,9 +127,13 @@ def _stack(
         expected = _first_pairs(x, packed, number, choices[0], shared)
 
         def product(
-            i: int, x: torch.Tensor = x, routes: Sequence[Routing] = routes
+            i: int, x: torch.Tensor = x, routes: Sequence[Routing] = routes, few: int = most
         ) -> torch.Tensor:
-            return expert_matmul(x, packed, number, routes[i], shared)
+            return expert_matmul(x, packed, number, routes[i], shared, few)
+
+        forms: dict[str, Callable[[int], torch.Tensor]] = {"GGUF blocks": product}
+        if kind in MMQ and 1 < tokens <= most:
+            forms["sorted by expert"] = partial(product, few=0)
 
         def error(got: torch.Tensor, expected: torch.Tensor = expected) -> float:
             return relative(got[: len(expected)], expected)
@@ -128,7 +141,7 @@ def _stack(
         used = sum(len(ids.unique()) for ids in choices) / SETS
         moved = packed[0].nbytes * used + x.nbytes + tokens * TOP_K * rows * 2
         case = f"experts' {name}, {kind}, {tokens} tokens"
-        yield from measure(case, {"GGUF blocks": product}, SETS, error, moved / rate, bound=BOUND)
+        yield from measure(case, forms, SETS, error, moved / rate, bound=BOUND)
 
 
 def _choices(tokens: int) -> torch.Tensor:

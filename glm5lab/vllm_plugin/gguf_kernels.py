@@ -182,7 +182,12 @@ class Routing:
 
 
 def expert_matmul(
-    x: torch.Tensor, weight: torch.Tensor, type_id: int | None, routing: Routing, shared: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    type_id: int | None,
+    routing: Routing,
+    shared: bool,
+    few: int = FEW_EXPERT_TOKENS,
 ) -> torch.Tensor:
     """Each token times the matrices of its experts.
 
@@ -192,6 +197,7 @@ def expert_matmul(
         type_id: GGML type number; None for numbers.
         routing: of these tokens; tokens * k at most 65,535.
         shared: which of the two x is.
+        few: tokens up to which they are not sorted by expert.
 
     Returns:
         [tokens * k, rows]; rows of experts that are elsewhere are finite and say nothing.
@@ -201,7 +207,7 @@ def expert_matmul(
         return _each_expert(x, weight, type_id, routing, shared)
     x, top_k = x.contiguous(), k if shared else 1
     kind, rows, ops = type_sizes()[type_id][0], weight.shape[1], operations(type_id)
-    vectors = kind not in MMQ or tokens <= FEW_EXPERT_TOKENS
+    vectors = kind not in MMQ or tokens <= few
     if vectors and kind not in TRITON:
         out: torch.Tensor = ops.ggml_moe_a8_vec(
             x, weight, routing.local, top_k, type_id, rows, x.shape[0]
