@@ -9,8 +9,8 @@ _STAMP = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d)?"
 # What journald, syslog, docker, compose, Kubernetes or a quoting mail program put before a line.
 OUTER = re.compile(
     rf"""(?:
-    (?:[A-Z][a-z]{{2}}\s+\d{{1,2}}\s\d\d:\d\d:\d\d(?:\.\d+)?|{_STAMP})\s+
-        [\w.-]+\s+[\w@./-]+(?:\[\d+\])?:\s
+    [A-Z][a-z]{{2}}\s+\d{{1,2}}\s\d\d:\d\d:\d\d(?:\.\d+)?\s+[\w.-]+\s+[\w@./-]+(?:\[\d+\])?:\s
+    |{_STAMP}\s+[\w.-]+\s+(?:[\w@./-]+\[\d+\]|kernel|systemd):\s
     |{_STAMP}\s(?:std(?:out|err)\s[FP]\s)?
     |\[{_STAMP}\]\s
     |[\w./-]+\s{{1,8}}\|\s
