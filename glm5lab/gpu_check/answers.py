@@ -10,7 +10,14 @@ from glm5lab.attention.compile import MODULES
 from glm5lab.env import find_gpus
 from glm5lab.errors import CheckError
 from glm5lab.gpu_check.cases import CASES, LENGTHS, PAIRS, EngineCase
-from glm5lab.gpu_check.compare import Difference, as_dicts, differences, line, pooled_mean
+from glm5lab.gpu_check.compare import (
+    Difference,
+    as_dicts,
+    differences,
+    line,
+    pooled_mean,
+    spread,
+)
 from glm5lab.gpu_check.machine import machine
 from glm5lab.gpu_check.model import write_model
 from glm5lab.gpu_check.run import run_cases
@@ -99,6 +106,9 @@ def compared(
     for name, table in rows.items():
         for row in table:
             echo(line(name, row))
+    for name, (_, _, bounds) in PAIRS.items():
+        if name in rows and (lacking := absent(bounds, rows)):
+            echo(f"{name}: not judged, as {' and '.join(lacking)} did not run")
     serving = {name: serving_facts(answer) for name, answer in found.items()}
     for name, facts in serving.items():
         echo(f"{name}: {facts}")
@@ -145,9 +155,15 @@ def wrong(rows: dict[str, list[Difference]], serving: dict[str, dict[str, Any]])
             found.append(f"{name}: {facts['of_these_ours']} kernels of ours compiled while serving")
         if "cached" in facts and not any(facts["cached"]):
             found.append(f"{name}: nothing came from the prefix cache")
-    for name, (_, _, bound) in PAIRS.items():
-        if bound in rows and name in rows:
-            mine, native = pooled_mean(rows[name]), pooled_mean(rows[bound])
+    for name, (_, _, bounds) in PAIRS.items():
+        if bounds and name in rows and not absent(bounds, rows):
+            mine, native = pooled_mean(rows[name]), spread([rows[bound] for bound in bounds])
             if mine > BOUND * native:
-                found.append(f"{name}: mean {mine:.4f}, where {bound!r} has {native:.4f}")
+                said = " and ".join(map(repr, bounds))
+                found.append(f"{name}: mean {mine:.4f}, where {said} has {native:.4f}")
     return found
+
+
+def absent(bounds: Sequence[str], rows: dict[str, list[Difference]]) -> list[str]:
+    """The comparisons among `bounds` whose engines did not run."""
+    return [bound for bound in bounds if bound not in rows]

@@ -71,6 +71,13 @@ def pooled_mean(rows: Sequence[Difference]) -> float:
     return sum(row.mean * row.length for row in rows) / tokens
 
 
+def spread(tables: Sequence[Sequence[Difference]]) -> float:
+    """`pooled_mean` of several comparisons over the same prompts: for each the greatest mean."""
+    prompts = list(zip(*tables, strict=True))
+    tokens = sum(rows[0].length for rows in prompts)
+    return sum(max(row.mean for row in rows) * rows[0].length for rows in prompts) / tokens
+
+
 def line(name: str, row: Difference) -> str:
     """One comparison as a line."""
     parted = "" if row.same == row.generated else f", parted at a margin of {row.margin:.3f}"

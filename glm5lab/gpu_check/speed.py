@@ -65,13 +65,13 @@ def first_ms(engine: Any, length: int, seed: int) -> float:
 
 
 def submit(
-    engine: Any, prompts: Sequence[list[int]], tokens: int, logprobs: int | None = None
+    engine: Any, prompts: Sequence[list[int]], tokens: int, **sampling_options: int
 ) -> list[str]:
     """Hand greedy requests to the engine; returns their names."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling_options
     )
     names = [f"{time.perf_counter_ns()}-{i}" for i in range(len(prompts))]
     for name, tokens_in in zip(names, prompts, strict=True):
