@@ -180,7 +180,7 @@ def name_frame(names: Iterable[str], config: Mapping[str, Any]) -> "pd.DataFrame
     mapped = frame["known"] & (frame["dropped"] == "")
     prefix = ("model.layers." + number.astype(str) + ".").where(frame["inside"], "")
     for column in ("hf", "vllm"):
-        frame[column] = (prefix + frame[column]).where(mapped, "")
+        frame[column] = (prefix + frame[column].fillna("").astype(str)).where(mapped, "")
     for column in ("part", "change"):
         frame[column] = frame[column].where(mapped, "")
     return frame.drop(columns="inside")

@@ -63,9 +63,11 @@ def tensor_frame(model: GgufModel, config: Mapping[str, Any]) -> "pd.DataFrame":
     opaque = loaded & ~wrong & ~twice & ~usable.astype(bool)
     frame["problem"] = ""
     frame.loc[~frame["known"], "problem"] = "GLM-5 has no such tensor"
-    frame.loc[wrong, "problem"] = (
-        "expected shape " + expected[wrong].map(_brackets) + ", found "
-    ) + frame.loc[wrong, "shape"].map(_brackets)
+    if wrong.any():
+        pairs = zip(expected[wrong], frame.loc[wrong, "shape"], strict=True)
+        frame.loc[wrong, "problem"] = [
+            f"expected shape {_brackets(shape)}, found {_brackets(found)}" for shape, found in pairs
+        ]
     frame.loc[twice, "problem"] = (
         "not expected: layer kind or a fused tensor leaves no place for it"
     )
@@ -100,7 +102,8 @@ def _expected(model: GgufModel, config: Mapping[str, Any]) -> dict[str, Shape]:
 def sentences(frame: "pd.DataFrame") -> list[str]:
     """The problems of a frame with columns name and problem, each naming its tensor."""
     rows = frame.loc[frame["problem"] != ""]
-    return list(rows["name"] + ": " + rows["problem"])
+    # Not by adding columns: pandas 3.0 with pyarrow refuses to where there are no rows.
+    return [f"{name}: {text}" for name, text in zip(rows["name"], rows["problem"], strict=True)]
 
 
 def reconcile(model: GgufModel, config: Mapping[str, Any]) -> Reconciliation:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from glm5lab.gguf.kernels import gpu_here, kernel
 from glm5lab.gguf.placement import Placement, placements
 from glm5lab.gguf.reader import GgufModel
@@ -91,5 +89,6 @@ def _kernels(frame: "pd.DataFrame", gpu: bool) -> "pd.Series[str]":
 
 def _add(frame: "pd.DataFrame", where: "pd.Series[bool]", text: "pd.Series[str]") -> None:
     """Give some rows a problem, behind those that they have."""
-    old = frame.loc[where, "problem"]
-    frame.loc[where, "problem"] = old + np.where(old == "", "", "; ") + text[where]
+    if where.any():
+        both = zip(frame.loc[where, "problem"], text[where], strict=True)
+        frame.loc[where, "problem"] = [f"{old}; {new}" if old else new for old, new in both]

@@ -85,7 +85,7 @@ class NameMap:
 
     def stage_bytes(self) -> list[int]:
         """Bytes that one rank of each pipeline stage holds."""
-        sums = self.table.groupby("stage")["rank_bytes"].sum()
+        sums = self.table.groupby("stage")["rank_bytes"].sum().to_dict()
         return [int(sums.get(stage, 0)) for stage in range(self.pp)]
 
 
