@@ -99,8 +99,9 @@ def answers() -> str:
     """Mean distances of log-probabilities: ours to natives, and natives to each other."""
     measured = measurements("backend_answers")
     mean = measured["mean"]
-    ours = [value for name, value in mean.items() if name.startswith("ours and ")]
-    natives = [v for name, v in mean.items() if name.startswith("natives") and "fp8" not in name]
+    engines = {name: value for name, value in mean.items() if "HF" not in name}
+    ours = [value for name, value in engines.items() if name.startswith("ours and ")]
+    natives = [v for name, v in engines.items() if name.startswith("natives") and "fp8" not in name]
     said = (
         f"Mean distance of log-probabilities over the prompt tokens, in vLLM's engine: ours to "
         f"a native backend {min(ours):.3f} to {max(ours):.3f}, natives to each other or to "
