@@ -174,3 +174,29 @@ def test_an_error_that_the_start_survived_is_healthy() -> None:
     head, tail = HEALTHY.split("Loading safetensors", 1)
     trace = "Traceback (most recent call last):\nImportError: cannot import name 'x' from 'y'\n"
     assert diagnosed(head + trace + "Loading safetensors" + tail).verdict == "healthy"
+
+
+def test_whom_a_line_without_a_process_is_about() -> None:
+    """The next process that fails of the same; not one that only lost a peer."""
+    said = "This kernel only supports sm120.\n" * 3
+    lost = "(Worker_TP0 pid=3) RuntimeError: NCCL error: remote process exited or there was a\n"
+    error = "(Worker_TP1 pid=4) torch.AcceleratorError: CUDA error: unspecified launch failure\n"
+    found = diagnosed(said + lost + error)
+    assert (found.layer, found.rank, found.pid) == ("kernel", "Worker_TP1", 4)
+    assert found.evidence is not None
+    assert found.evidence["line"] == 1
+    assert diagnosed(said + lost).rank is None
+
+
+def test_names_of_processes() -> None:
+    for tag, name in [
+        ("(VllmWorker TP3 pid=41)", "VllmWorker TP3"),
+        ("(VllmWorker rank=3 pid=41)", "VllmWorker rank=3"),
+        ("(Worker_TP3_EP3 pid=41)", "Worker_TP3_EP3"),
+        ("(Worker pid=41) (Worker_PP1_TP3 pid=41)", "Worker_PP1_TP3"),
+        ("(ServeReplica:glm:LLM pid=41)", "ServeReplica:glm:LLM"),
+        ("> vllm-1  | (ApiServer_1 pid=41)", "ApiServer_1"),
+        ("2026-11-29T10:11:12.123456789Z (EngineCore_DP1 pid=41)", "EngineCore_DP1"),
+    ]:
+        found = diagnosed(f"{tag} ERROR 11-29 09:00:01 [a.py:3] OSError: [Errno 98] Address in\n")
+        assert (found.rank, found.pid) == (name, 41)

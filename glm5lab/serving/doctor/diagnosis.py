@@ -124,13 +124,13 @@ def _unknown(result: Diagnosis, event: Event) -> Diagnosis:
 def _blamed(scan: Scan, run: Run, event: Event) -> tuple[str | None, int | None]:
     """Whom an event is about; of a line without a process, the worker that says or dies of it."""
     rank, pid = scan.process(event)
-    if rank is not None or event.role == "unknown":
+    rule = event.rule
+    if rank is not None or rule is None:
         return rank, pid
-    for other in run.events:
-        if other.number <= event.number:
-            continue
+    for other in (e for e in run.events if e.number > event.number and e.rule is not None):
         rank, pid = scan.process(other)
-        if rank is not None and (other.groups.get("proc") or other.rule is event.rule):
+        same = other.rule is rule or (other.exception and other.layer == rule.layer)
+        if rank is not None and (same or other.groups.get("proc")):
             return rank, pid
     return None, None
 

@@ -95,6 +95,11 @@ class Event:
         return self.rule.id if self.rule is not None else f"?{self.exception}"
 
     @property
+    def layer(self) -> str | None:
+        """The rule's layer; None for symptoms and where no rule knows it."""
+        return self.rule.layer if self.rule is not None else None
+
+    @property
     def role(self) -> str:
         """The rule's role, or `unknown`."""
         return self.rule.role if self.rule is not None else "unknown"

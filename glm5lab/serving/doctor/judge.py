@@ -13,13 +13,15 @@ LONGEST = 6_000  # characters of a line that patterns are tried on
 STALE = 60  # lines after which a traceback without a process name is over
 MOST_TRACES = 512  # tracebacks open at the same time
 MOST_REPORTS = 1000  # reports of speed that are taken apart for more than that
+NO_EXCEPTION = "NoneType: None"  # what Python logs in place of an exception that there is not
 NOTHING = b"Avg generation throughput: 0.0 tokens/s"
 NO_PROMPT = b"Avg prompt throughput: 0.0 tokens/s"
 IDLE = b"Running: 0 reqs"
 USAGE = re.compile(rb"cache usage: (\d+\.\d+)%")
 WAITING = re.compile(
     r"no new (?:lines|output|log)|no output (?:for|since)|still (?:waiting|hanging|stuck)"
-    r"|Waiting for (?:\d+ local, \d+ remote )?core engine|Waiting for creating a placement group"
+    r"|Waiting for (?:\d+ (?:local, \d+ remote )?)?core engine"
+    r"|Waiting for creating a placement group"
     r"|No available .*block found in \d+ second",
     re.IGNORECASE,
 )
@@ -186,7 +188,7 @@ class Judge:
             return True
         if exception or (
             line.level in ("ERROR", "CRITICAL")
-            and not line.text.startswith("  ")
+            and not line.text.startswith(("  ", NO_EXCEPTION))
             and len(line.text) >= 4
         ):
             run.add(Event(line, None, stage, {}, frames, exception, trace))

@@ -20,7 +20,8 @@ OUTER = re.compile(
     re.VERBOSE,
 )
 TAG = re.compile(
-    r"\((?:(?P<name>[A-Za-z][\w.-]*)(?P<rank> rank=\d+)? )?pid=(?P<pid>\d+)(?P<ip>, ip=[^)]*)?\) ?"
+    r"\((?:(?P<name>[A-Za-z][\w.:-]*)(?P<rank> (?:rank=\d+|[A-Z]+\d\w*))? )?"
+    r"pid=(?P<pid>\d+)(?P<ip>, ip=[^)]*)?\) ?"
 )
 RANK = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
 HEADER = re.compile(
