@@ -177,7 +177,7 @@ def write(path, *sources, tags=()):
 def test_a_dead_kernel_and_a_long_cell_are_noticed_and_gpu_cells_are_skipped(tmp_path):
     import torch
 
-    assert "--nbval-cell-timeout=120" in (ROOT / "notebooks" / "pytest.ini").read_text()
+    assert "--nbval-cell-timeout=240" in (ROOT / "notebooks" / "pytest.ini").read_text()
     write(tmp_path / "dies.ipynb", "import os; os._exit(3)", "1", "2")
     write(tmp_path / "waits.ipynb", "import time; time.sleep(600)")
     write(tmp_path / "gpu.ipynb", "# GPU only: it times a kernel\n1", tags=["gpu-only"])
