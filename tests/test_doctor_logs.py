@@ -65,6 +65,9 @@ KEPT: dict[str, Change] = {
     "kubernetes": _each(lambda line: b"2026-11-29T10:11:12.123456789Z stderr F " + line),
     "docker-timestamps": _each(lambda line: b"2026-11-29T10:11:12.123456789Z " + line),
     "docker-json": _each(_json_file),
+    "docker-json-tight": _each(
+        lambda line: _json_file(line).replace(b'": "', b'":"').replace(b'", "', b'","')
+    ),
     "quoted": _each(lambda line: b"> " + line),
     "windows": lambda content, _: content.replace(b"\r", b"").replace(b"\n", b"\r\n"),
     "colours": _colours,

@@ -65,9 +65,10 @@ class Chatter:
             shape: what `last` calls it by.
             raw: a line with it.
         """
-        text = raw[HEAD.match(raw).end() :]  # type: ignore[union-attr]
+        head = HEAD.match(raw)
+        text = raw[head.end() :] if head is not None else raw
         full = len(self._messages) >= MOST_MESSAGES or self._changes >= MOST_CHANGES
-        if full or not 0 < len(text) <= LONGEST or text[:1] in b" T":
+        if full or not 0 < len(text) <= LONGEST or text.startswith((b" ", b"Traceback ")):
             return
         pieces = NUMBER.split(text)
         pieces[::2] = map(re.escape, pieces[::2])

@@ -30,6 +30,7 @@ USEFUL = -(1 << 60)
 QUICK_EXCEPTION = re.compile(
     rb"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Timeout)\b"
 )
+
 Texts = dict[bytes, tuple[bytes, ...]]
 # What a line was good for: nothing, an event, a step of a traceback, or a sign that time passes.
 Kept = Literal["", "event", "trace", "wait"]
@@ -169,3 +170,4 @@ class Sieve:
         self._forgotten += 1
         if self._forgotten <= TIRED:
             self._repeats.clear()
+            self.chatter.forget()
