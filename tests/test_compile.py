@@ -41,6 +41,13 @@ def test_too_much_shared_memory_is_noticed(monkeypatch):
     assert lines[-1] == "3 configurations, 2 that do not fit their device"
 
 
+def test_too_many_registers_are_noticed():
+    fits = aot.Resources("k", "sm_120", 0, 101_376, 64, 0, 0.1, threads=1024)
+    too_many = aot.Resources("k", "sm_120", 0, 101_376, 65, 0, 0.1, threads=1024)
+    assert fits.fits
+    assert not too_many.fits
+
+
 @pytest.mark.parametrize("capability", [86, 90, 100])
 def test_the_tile_of_64_heads_needs_no_more_than_it_declares(capability, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

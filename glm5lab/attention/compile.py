@@ -1,8 +1,8 @@
 """Compile every kernel configuration that `tiles` can choose: any architecture, no GPU needed.
 
 Triton compiles for a named target; the machine code's registers and spills are read with the
-`cuobjdump` that Triton's package carries. Compiling does not fail where shared memory exceeds the
-device's, so it is compared here.
+`cuobjdump` that Triton's package carries. Compiling does not fail where shared memory or registers
+exceed the device's, so they are compared here.
 """
 
 import subprocess
@@ -19,6 +19,7 @@ from glm5lab.attention.tiles import Device, shared_memory_of
 from glm5lab.errors import Glm5labError
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120, 121)
+REGISTERS = 65_536  # of a multiprocessor, on all of these
 MODULES = (
     "glm5lab.attention.sparse_mla",
     "glm5lab.attention.sparse_mla_fp8",
@@ -67,6 +68,7 @@ class Resources:
         spilled: bytes of stack a thread.
         seconds: compile time.
         error: the compiler's last line; "" where it compiled.
+        threads: a program (without the warps that Gluon adds for further partitions).
     """
 
     kernel: str
@@ -77,11 +79,13 @@ class Resources:
     spilled: int
     seconds: float
     error: str = ""
+    threads: int = 32
 
     @property
     def fits(self) -> bool:
-        """Whether it compiled and the device has the shared memory."""
-        return not self.error and self.shared_memory <= self.limit
+        """Whether it compiled and the device has the shared memory and the registers."""
+        fits = self.shared_memory <= self.limit and self.registers * self.threads <= REGISTERS
+        return not self.error and fits
 
 
 def device_for(capability: int) -> Device:
@@ -133,7 +137,10 @@ def _compile(work: tuple[str, int, Compilation]) -> Resources:
         return Resources(c.name, f"sm_{capability}", 0, limit, 0, 0, seconds, line)
     seconds = time.perf_counter() - start
     registers, spilled = resource_usage(cubin)
-    return Resources(c.name, f"sm_{capability}", shared, limit, registers, spilled, seconds)
+    return Resources(
+        *(c.name, f"sm_{capability}", shared, limit, registers, spilled, seconds),
+        threads=32 * c.warps,
+    )
 
 
 def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, bytes]:

@@ -229,13 +229,16 @@ class Cut:
 
     def select(self, device: Device, collected: bool) -> dict[str, int]:
         """Of the third. On Hopper four programs a multiprocessor are worth spilled registers."""
+        warps = min(max(self.capacity // 1024, 1), 32)
+        # A multiprocessor has 65,536 registers, and a program must fit.
+        registers = 64 if device.capability == 90 else min(128, 65_536 // (32 * warps))
         return {
             "CAPACITY": self.capacity,
             "COLLECTED": collected,
             "TILE": self.capacity // 8,
             "MANY": 4096,
-            "num_warps": min(max(self.capacity // 1024, 1), 32),
-            "maxnreg": 64 if device.capability == 90 else 128,
+            "num_warps": warps,
+            "maxnreg": registers,
         }
 
 
@@ -327,11 +330,11 @@ def _launch(
 
 
 def compilations(device: Device) -> list[Compilation]:
-    """What `top_k` launches for GLM-5's k of 2048: the three kernels, and the last alone."""
+    """What `top_k` launches for a k of 2048, the last kernel alone, and it for the largest k."""
     names = ("in_ptr", "start_ptr", "end_ptr", "level_ptr", "count_ptr", "list_ptr", "bits_ptr")
     types = dict.fromkeys((*names, "out_ptr"), "*i32")
     cut = choose_cut(2048, 1 << 17)
-    wide = choose_cut(2048, 1 << 20)
+    wide, largest = choose_cut(2048, 1 << 20), choose_cut(MAX_K, 1 << 20)
     found = []
     for name, kernel, constants in (
         ("level", "_level_kernel", cut.level),
@@ -339,6 +342,7 @@ def compilations(device: Device) -> list[Compilation]:
         ("collect", "_collect_kernel", cut.collect(device)),
         ("select", "_select_kernel", cut.select(device, True)),
         ("short rows", "_select_kernel", cut.select(device, False)),
+        (f"select, k {MAX_K}", "_select_kernel", largest.select(device, True)),
     ):
         given = {"HAS_START": True, "HAS_END": True, "EARLY": device.dependent_launch}
         options = {n: v for n, v in constants.items() if n == "maxnreg"}
