@@ -9,8 +9,14 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # Okabe and Ito's palette, one colour an implementation wherever it occurs.
-COLOURS = {"glm5lab": "#0072B2", "FlashAttention-3": "#D55E00", "FlashMLA": "#009E73"}
-DASHES = {"DRAM floor": "dash"}
+COLOURS = {
+    "glm5lab": "#0072B2",
+    "glm5lab in 99 KiB": "#56B4E9",
+    "FlashAttention-3": "#D55E00",
+    "FlashMLA": "#009E73",
+    "FlashInfer": "#CC79A7",
+}
+DASHES = {"DRAM floor": "dash", "glm5lab in 99 KiB": "dot"}
 CASE = re.compile(r"(?P<rows>\S+), (?P<heads>\d+) heads, (?P<tokens>\d+) tokens")
 
 

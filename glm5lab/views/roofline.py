@@ -54,7 +54,7 @@ def roofline_figure(measured: Mapping[str, Any]) -> "go.Figure":
         name=f"memory, {measured['copy_tb_s']:.2f} TB/s",
         line={"color": "#000000", "dash": "dash", "width": 1.5},
     )
-    shift = dict(zip(COLOURS, (0.94, 1.0, 1.06), strict=True))
+    shift = {name: 1.05 ** (i - len(COLOURS) // 2) for i, name in enumerate(COLOURS)}
     for name, colour in COLOURS.items():
         for rows, symbol in SYMBOLS.items():
             mine = [p for p in points if (p["name"], p["rows"]) == (name, rows)]
