@@ -19,7 +19,7 @@ def first_of(module, monkeypatch):
 
 def test_a_kernel_compiles_for_sm_120_within_its_shared_memory(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    first_of("glm5lab.attention.sparse_mla", monkeypatch)
+    first_of("glm5lab.attention.sparse_mla_rows", monkeypatch)
     lines: list[str] = []
     assert run_compile("sm_120", True, lines.append, jobs=1)
     (kernel,) = json.loads(lines[0])["kernels"]
@@ -51,7 +51,7 @@ def test_too_many_registers_are_noticed():
 @pytest.mark.parametrize("capability", [86, 90, 100])
 def test_the_tile_of_64_heads_needs_no_more_than_it_declares(capability, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    module, device = "glm5lab.attention.sparse_mla", aot.device_for(capability)
+    module, device = "glm5lab.attention.sparse_mla_rows", aot.device_for(capability)
     tile = sparse_mla_tile(device, 300, 64, 2, fp8=False, whole_chunks=False)
     name = f"sparse_mla {tile.name} rope 64 whole"
     (found,) = [c for c in aot._compilations(module, device) if c.name == name]

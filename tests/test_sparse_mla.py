@@ -313,9 +313,9 @@ def test_a_cache_beyond_4_gb(fp8):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_other_tokens_lengths_and_capacities_compile_nothing_new(fp8):
-    from glm5lab.attention import sparse_mla, sparse_mla_fp8
+    from glm5lab.attention import sparse_mla_fp8, sparse_mla_merge, sparse_mla_rows
 
-    kernels = [sparse_mla._attend_kernel, sparse_mla._merge_kernel]
+    kernels = [sparse_mla_rows._attend_kernel, sparse_mla_merge._merge_kernel]
     kernels.append(sparse_mla_fp8._attend_fp8_kernel)
 
     def compiled():

@@ -21,7 +21,8 @@ from glm5lab.errors import Glm5labError
 ARCHITECTURES = (80, 86, 89, 90, 100, 120, 121)
 REGISTERS = 65_536  # of a multiprocessor, on all of these
 MODULES = (
-    "glm5lab.attention.sparse_mla",
+    "glm5lab.attention.sparse_mla_rows",
+    "glm5lab.attention.sparse_mla_merge",
     "glm5lab.attention.sparse_mla_fp8",
     "glm5lab.attention.sparse_mla_hopper",
     "glm5lab.attention.sparse_mla_hopper_fp8",
