@@ -1,5 +1,6 @@
 """Random GGUF blocks of any type, and reference products with them."""
 
+import zlib
 from typing import Any
 
 import gguf
@@ -28,8 +29,10 @@ def type_id(kind: str) -> int:
     return int(gguf.GGMLQuantizationType[kind])
 
 
-def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Weights of a standard deviation of 0.05 or so: uint8 [..., bytes] for [..., columns]."""
+def random_blocks(
+    kind: str, shape: tuple[int, ...], seed: int = 0, deviation: float = 0.05
+) -> torch.Tensor:
+    """Weights of about this standard deviation: uint8 [..., bytes] for [..., columns]."""
     rng = np.random.default_rng(seed)
     _, elements, nbytes = type_sizes()[type_id(kind)]
     count = int(np.prod(shape)) // elements
@@ -46,11 +49,19 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> torch.Ten
         halves = (data[:, scale : scale + 2].copy().view("<f2") * multiple).astype("<f2")
         data[:, minimum : minimum + 2] = halves.view(np.uint8)
     values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
-    factor = np.float16(0.05 / max(1e-6, float(np.std(np.asarray(values)))))
+    factor = np.float16(deviation / max(1e-6, float(np.std(np.asarray(values)))))
     for at in HALF_SCALES.get(kind, ()):
         halves = (data[:, at : at + 2].copy().view("<f2") * factor).astype("<f2")
         data[:, at : at + 2] = halves.view(np.uint8)
     return torch.from_numpy(data.reshape(*shape[:-1], shape[-1] // elements * nbytes))
+
+
+def random_quantizer(
+    values: np.ndarray[Any, Any], number: int, row_bytes: int
+) -> np.ndarray[Any, Any]:
+    """In place of llama.cpp's quantizer, where that is not installed: blocks as wide as values."""
+    kind, seed = type_sizes()[number][0], zlib.crc32(values.tobytes())
+    return random_blocks(kind, values.shape, seed, float(values.std())).numpy()
 
 
 def numbers(blocks: torch.Tensor, kind: str) -> torch.Tensor:
