@@ -50,7 +50,7 @@ class Streamer:
         """
         pieces = iter(piece for copy in copies for piece in _pieces(copy))
         waiting: deque[tuple[Copy, Future[Any]]] = deque()
-        with ThreadPoolExecutor(self.threads) as pool:
+        with ThreadPoolExecutor(self.threads, initializer=self._on_device) as pool:
             try:
                 for piece in pieces:
                     waiting.append((piece, pool.submit(self._read, piece)))
@@ -63,6 +63,13 @@ class Streamer:
                     future.cancel()
         if self._buffers is not None:
             self._buffers.wait()
+
+    def _on_device(self) -> None:
+        """A thread that waits for copies looks to its rank's GPU; its own would be the first."""
+        if self._buffers is not None:
+            import torch
+
+            torch.cuda.set_device(next(iter(self.parameters.values())).device)
 
     def _read(self, copy: Copy) -> Any:
         """A piece's bytes, or its values as float32; runs in a thread."""
