@@ -8,6 +8,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import broken_headers
@@ -323,6 +324,21 @@ def test_the_report_has_a_name_for_every_rank(monkeypatch, tmp_path):
     (tmp_path / "r.json").write_text("of an earlier load")
     report.ask_for_report(tmp_path / "r.json")
     assert (tmp_path / "r.json").read_text() == "of an earlier load"
+
+
+def test_threads_that_read_look_to_the_gpu_of_their_parameters(monkeypatch, sample_f32):
+    tensor = open_gguf(sample_f32).tensors["blk.0.attn_q_a.weight"]
+    parameter = torch.zeros(tensor.shape)
+    seen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    with PartReader() as reader:
+        streamer: Any = Streamer(reader, {"p": parameter}, threads=2)
+        list(streamer.run([Copy("p", whole(tensor))]))
+        assert seen == []
+        streamer._buffers = SimpleNamespace(wait=lambda: None)
+        list(streamer.run([Copy("p", whole(tensor))]))
+    assert seen
+    assert set(seen) == {parameter.device}
 
 
 def test_damage_is_named_with_its_place(tmp_path, sample_mix):
