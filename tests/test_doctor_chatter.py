@@ -3,9 +3,10 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from doctor_logs import diagnosed
+from doctor_logs import CASES, diagnosed, log
 
 READY = "INFO:     Application startup complete.\n"
 T = "11-29 06:08:41"
@@ -74,6 +75,23 @@ def test_the_cause_behind_chatter(
     assert (found.verdict, found.layer, found.rank) == ("failed", "memory", "EngineCore")
     assert found.evidence is not None
     assert found.evidence["line"] == len(lines) - 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["file"])
+def test_a_log_behind_chatter(case: dict[str, Any]) -> None:
+    rng = random.Random(case["file"])
+    chatter = [line for kind in (nccl, debugging, words) for _ in range(200) for line in kind(rng)]
+    rng.shuffle(chatter)
+    for block in (555, 1 << 20):
+        found = diagnosed("".join(chatter).encode() + log(case), block)
+        assert (found.verdict, found.layer, found.rank) == (
+            case["verdict"],
+            case["layer"],
+            case["rank"],
+        )
+        if case["line"] is not None:
+            assert found.evidence is not None
+            assert found.evidence["line"] == len(chatter) + case["line"]
 
 
 def test_many_errors_that_a_server_survives() -> None:
