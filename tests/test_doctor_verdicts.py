@@ -200,3 +200,22 @@ def test_names_of_processes() -> None:
     ]:
         found = diagnosed(f"{tag} ERROR 11-29 09:00:01 [a.py:3] OSError: [Errno 98] Address in\n")
         assert (found.rank, found.pid) == (name, 41)
+
+
+def test_what_the_front_end_survived_explains_no_end() -> None:
+    """A thread for statistics, a plugin of others: the start went on, and a worker was killed."""
+    head = HEALTHY.split("Loading safetensors")[0]
+    before, after = head.split("(EngineCore pid=30) INFO", 1)
+    killed = (
+        "(EngineCore pid=30) ERROR 11-29 06:04:00 [multiproc_executor.py:380] Worker proc"
+        " VllmWorker-3 died unexpectedly (exit code: -9), shutting down executor.\n"
+    )
+    tag = "(APIServer pid=20) ERROR 11-29 06:00:02 [__init__.py:72] "
+    for noise in (
+        "Exception in thread Thread-3 (_report_usage_worker):\nTraceback (most recent call last):\n"
+        "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='stats.vllm.ai')\n",
+        f"{tag}Failed to load plugin others\n{tag}ModuleNotFoundError: No module named 'boto3'\n",
+        "Exception ignored in: <function f at 0x7f>\nTypeError: 'NoneType' object is no x\n",
+    ):
+        found = diagnosed(f"{before}{noise}(EngineCore pid=30) INFO{after}{killed}")
+        assert (found.verdict, found.layer, found.rank) == ("failed", "memory", "VllmWorker-3")

@@ -11,6 +11,7 @@ from glm5lab.serving.doctor.verdict import Diagnosis
 from glm5lab.serving.doctor.wording import DURING, evidence, filled, safe
 
 WEIGHTS = {"root": 30, "late": 20, "unknown": 20, "weak": 10}
+SURVIVED = 5
 CONFIDENCE = {"root": 0.95, "late": 0.75, "weak": 0.5, "unknown": 0.2}
 GRAVITY = {"failed": 0, "hang": 1, "unknown": 2, "degraded": 3, "healthy": 4}
 MOST_SYMPTOMS = 20
@@ -50,7 +51,7 @@ def _of_run(scan: Scan, run: Run) -> Diagnosis:
     if found := stall(scan, run, min(grave, default=0)):
         return _failure(scan, run, found, "hang") if isinstance(found, Event) else found
     if causes:
-        best = min(causes, key=lambda e: (-WEIGHTS[e.role], _doubt(e), e.number))
+        best = min(causes, key=lambda e: (-_weight(scan, run, e), _doubt(e), e.number))
         lost = best.role == "weak" and best.rule is not None and best.rule.layer == "distributed"
         return (vanished(scan, run, fatal) if lost else None) or _failure(scan, run, best)
     if fatal:
@@ -69,6 +70,23 @@ def _overcome(run: Run, event: Event) -> bool:
     if event.number < run.ready:
         return True
     return run.fatal < event.number and max(run.progress, run.posts) > event.number
+
+
+def _weight(scan: Scan, run: Run, event: Event) -> int:
+    """How well it explains an end; little where the front end went on after it.
+
+    That is so of threads for statistics, of plugins, of what Python ignores. A worker's error is
+    followed by lines of others, which prove nothing.
+    """
+    on = event.number < max(run.advanced, run.progress, run.posts)
+    if event.role in ("unknown", "late") and on and _of_front_end(scan, event):
+        return SURVIVED
+    return WEIGHTS[event.role]
+
+
+def _of_front_end(scan: Scan, event: Event) -> bool:
+    name = scan.process(event)[0]
+    return name is None or name.lower().startswith("apiserver")
 
 
 def _doubt(event: Event) -> bool:

@@ -114,6 +114,7 @@ class Run:
         marks: the last line of each stage, by its name.
         fatal: number of the last line that says the engine has failed, 0 without.
         ready: number of the line that says it answers, 0 without.
+        advanced: number of the line that reached the latest stage.
         progress: number of the last line that shows tokens being made.
         posts: number of the last request that was answered with 200.
         shutdown: number of the line with which a shutdown began that somebody asked for.
@@ -130,6 +131,7 @@ class Run:
     marks: dict[str, Line] = field(default_factory=dict)
     fatal: int = 0
     ready: int = 0
+    advanced: int = 0
     progress: int = 0
     posts: int = 0
     shutdown: int = 0

@@ -152,6 +152,8 @@ class Judge:
                 self.sieve.forget()
                 run = Run()
                 self.scan.runs = [*self.scan.runs[:1], *self.scan.runs[1:][-6:], run]
+            if stage.rank > run.rank:
+                run.advanced = line.number
             if stage.rank >= run.rank:
                 run.rank, run.stage = stage.rank, stage.name
                 # Ranks announce themselves in any order; the start of NCCL comes after that.
