@@ -219,3 +219,23 @@ def test_what_the_front_end_survived_explains_no_end() -> None:
     ):
         found = diagnosed(f"{before}{noise}(EngineCore pid=30) INFO{after}{killed}")
         assert (found.verdict, found.layer, found.rank) == ("failed", "memory", "VllmWorker-3")
+
+
+def test_patience_that_ended_with_a_start_that_hangs() -> None:
+    """What it stood at counts, where that takes no such time; a long load is only slow."""
+    lost = (
+        "(APIServer pid=20) TimeoutError: Timed out waiting for engine core processes to start."
+        " This is often caused by slow weight loading. Waited 600s (configured by X).\n"
+    )
+    meeting = (
+        "(Worker pid=41) INFO 11-29 06:00:13 [parallel_state.py:1] world_size=4 rank=0 x\n"
+        "(Worker pid=41) INFO 11-29 06:00:14 [pynccl.py:148] vLLM is using nccl==2.29.7\n"
+    )
+    found = diagnosed(meeting + lost)
+    assert (found.verdict, found.layer, found.stage) == ("hang", "distributed", "distributed")
+    assert found.evidence is not None
+    assert "nccl" in found.evidence["text"]
+    assert "Timed out" in found.symptoms[0]["text"]
+    load = "(Worker_TP0 pid=41) INFO 11-29 06:00:20 [a.py:1] Starting to load model /m...\n"
+    found = diagnosed(meeting + load + lost)
+    assert (found.verdict, found.rule) == ("failed", "startup-timeout")

@@ -6,7 +6,7 @@ from typing import Any
 
 from glm5lab.serving.doctor.events import Event, Run, Scan
 from glm5lab.serving.doctor.rules import book
-from glm5lab.serving.doctor.stuck import stall, unfinished, vanished
+from glm5lab.serving.doctor.stuck import stall, unfinished, vanished, waited_for
 from glm5lab.serving.doctor.verdict import Diagnosis
 from glm5lab.serving.doctor.wording import DURING, evidence, filled, safe
 
@@ -52,6 +52,8 @@ def _of_run(scan: Scan, run: Run) -> Diagnosis:
         return _failure(scan, run, found, "hang") if isinstance(found, Event) else found
     if causes:
         best = min(causes, key=lambda e: (-_weight(scan, run, e), _doubt(e), e.number))
+        if stood := waited_for(scan, run, best):
+            return stood
         lost = best.role == "weak" and best.rule is not None and best.rule.layer == "distributed"
         return (vanished(scan, run, fatal) if lost else None) or _failure(scan, run, best)
     if fatal:

@@ -83,6 +83,17 @@ def unfinished(scan: Scan, run: Run) -> Diagnosis:
     )
 
 
+def waited_for(scan: Scan, run: Run, event: Event) -> Diagnosis | None:
+    """What the start stood at, where somebody lost patience with it; None where it only is slow."""
+    mark, silence = run.marks.get(run.stage), book().silences.get(run.stage)
+    seconds = event.groups.get("waited", "")
+    if mark is None or silence is None or not seconds or int(seconds) < 60 * silence.minutes:
+        return None
+    found = _silent(scan, mark, silence, 0.8)
+    found.symptoms = [{**evidence(scan, event.line, event), "rank": scan.process(event)[0]}]
+    return found
+
+
 def vanished(scan: Scan, run: Run, symptoms: list[Event]) -> Diagnosis | None:
     """A process that ended while weights were read and left no traceback: it was killed."""
     if run.stage != "loading" or not symptoms:
