@@ -78,17 +78,16 @@ def _weight(scan: Scan, run: Run, event: Event) -> int:
     """How well it explains an end; little where the front end went on after it.
 
     That is so of threads for statistics, of plugins, of what Python ignores. A worker's error is
-    followed by lines of others, which prove nothing.
+    followed by lines of others, which prove nothing; and what a rule knows without a process may
+    be a worker's.
     """
-    on = event.number < max(run.advanced, run.progress, run.posts)
-    if event.role in ("unknown", "late") and on and _of_front_end(scan, event):
-        return SURVIVED
-    return WEIGHTS[event.role]
-
-
-def _of_front_end(scan: Scan, event: Event) -> bool:
     name = scan.process(event)[0]
-    return name is None or name.lower().startswith("apiserver")
+    if name is None:
+        may = event.role == "unknown"
+    else:
+        may = event.role in ("unknown", "late") and name.lower().startswith("apiserver")
+    survived = may and event.number < max(run.advanced, run.progress, run.posts)
+    return SURVIVED if survived else WEIGHTS[event.role]
 
 
 def _doubt(event: Event) -> bool:
