@@ -24,6 +24,14 @@ def on_gpu(tensors):
     return [None if x is None else x.cuda() for x in tensors]
 
 
+def looked_up():
+    """Places in two requests, one beyond their pages, and pages of which one is nobody's."""
+    places = torch.arange(5 * 200, dtype=torch.int32, device="cuda").view(5, 200) % 48
+    places[:, 7], places[:, 9] = 100_000, -1
+    table = torch.tensor([[1, 5, 2], [3, 900, 4]], dtype=torch.int32, device="cuda")
+    return places, table, torch.tensor([0, 1, 0, 1, 1], dtype=torch.int32, device="cuda")
+
+
 def attention():
     """Whole and split lists, both row formats, few and many heads, shared rows."""
     sizes = [(2, 8, 64, 200, 16), (9, 64, 0, 90, 7), (17, 64, 64, 90, 7), (130, 8, 64, 3, 0)]
@@ -34,6 +42,9 @@ def attention():
     for case in made:
         q, kv, indices, lengths = on_gpu(case)
         sparse_mla(q, kv, indices, 0.06, lengths)
+    places, table, requests = looked_up()
+    q, kv = (x.cuda() for x in test_sparse_mla.make_case(BF16, 5, 8, 64, 200, 16)[:2])
+    sparse_mla(q, kv, places, 0.06, table=(table, requests))
     case = test_shared_rows.make_neighbours(BF16, 9, 8, 64, 40, 16, 0.8)
     q, kv, indices, lengths = on_gpu(case)
     sparse_mla_shared(q, kv, indices, 0.06, lengths)
@@ -55,6 +66,10 @@ def indexer():
         logits = top_k_rows("normal", rows, width, "cuda")
         end = torch.full((rows,), width - 7, dtype=torch.int32, device="cuda")
         top_k(logits, k, None, end)
+        top_k(logits, k, torch.full_like(end, 3), end)
+    # More reach a level than a list holds, and the list is folded.
+    top_k(top_k_rows("equal", 2, 20_000, "cuda"), 100)
+    top_k(top_k_rows("one bin", 2, 20_000, "cuda"), 2048)
 
 
 def rows():

@@ -67,10 +67,23 @@ def test_which_hazards_count():
     read = attend, line_of(attend, ".load(line)")
     write = gather, line_of(gather, ".store(b_s0)")
     handed = attend, line_of(attend, "def _attend_hopper_fp8_kernel(")
+    queries = gather, line_of(gather, "s_q.store(")
+    slots = "sparse_mla_hopper.py", line_of("sparse_mla_hopper.py", "b_slot = gl.load(")
     kernel = "_attend_hopper_fp8_kernel"
+    assert len(racecheck.partitions(kernel)[1]) == 3
     assert racecheck.hazards(hazard(kernel, read, write)) == []
+    assert racecheck.hazards(hazard(kernel, (f"/a/b/{read[0]}", read[1]), write)) == []
     assert racecheck.hazards(hazard(kernel, handed, handed)) == []
-    # Within a partition, where a line is nobody's, and in kernels without partitions they count.
-    assert len(racecheck.hazards(hazard(kernel, read, read))) == 1
-    assert len(racecheck.hazards(hazard(kernel, read, ("standard.py", 5)))) == 1
+    # Within a partition, where both may run, where a line is nobody's, in kernels without any.
+    nobody = "standard.py", 5
+    for one, other in ((read, read), (write, write), (read, queries), (slots, write)):
+        assert len(racecheck.hazards(hazard(kernel, one, other))) == 1
+    assert len(racecheck.hazards(hazard(kernel, read, nobody))) == 1
     assert len(racecheck.hazards(hazard("_attend_kernel", read, write))) == 1
+    assert racecheck.partitions("_attend_kernel")[1] == ()
+
+
+def test_what_is_not_understood_counts():
+    unknown = "========= Error: Race reported between Read access at k+0x10\n"
+    behind = "=========     and Write access at k+0x20 [4 hazards]\n"
+    assert len(racecheck.hazards(unknown + behind)) == 2

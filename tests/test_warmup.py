@@ -3,7 +3,8 @@
 import pytest
 
 from glm5lab.attention.tiles import Device, sparse_mla_parts, sparse_mla_tile
-from glm5lab.vllm_plugin.warmup import MOST_TOKENS, token_counts
+from glm5lab.attention.topk import choose_cut
+from glm5lab.vllm_plugin.warmup import MOST_TOKENS, indexer_widths, token_counts
 
 
 def forms(device, tokens, heads, fp8):
@@ -28,3 +29,16 @@ def test_every_form_of_a_batch_is_warmed_up(capability, heads, fp8):
 def test_counts_end_at_the_largest_batch():
     assert list(token_counts(1)) == [1]
     assert list(token_counts(6)) == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("longest", [100, 4096, 40_000, 131_072, 1 << 20])
+@pytest.mark.parametrize("top_k", [64, 512, 2048])
+def test_every_form_of_top_k_is_warmed_up(top_k, longest):
+    def form(width):
+        cut = choose_cut(top_k, width)
+        return cut if width > cut.capacity else cut.capacity
+
+    warm = {form(width) for width in indexer_widths(top_k, longest)}
+    step = max(longest // 997, 1)
+    assert {form(width) for width in range(1, longest + 1, step)} <= warm
+    assert max(indexer_widths(top_k, longest)) <= longest

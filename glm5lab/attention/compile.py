@@ -5,6 +5,7 @@ Triton compiles for a named target; the machine code's registers and spills are 
 exceed the device's, so they are compared here.
 """
 
+import re
 import subprocess
 import tempfile
 import time
@@ -20,6 +21,7 @@ from glm5lab.errors import Glm5labError
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120, 121)
 REGISTERS = 65_536  # of a multiprocessor, on all of these
+THREADS = re.compile(r"\.(?:req|max)ntid (\d+)")
 MODULES = (
     "glm5lab.attention.sparse_mla_rows",
     "glm5lab.attention.sparse_mla_merge",
@@ -69,7 +71,7 @@ class Resources:
         spilled: bytes of stack a thread.
         seconds: compile time.
         error: the compiler's last line; "" where it compiled.
-        threads: a program (without the warps that Gluon adds for further partitions).
+        threads: a program, with those of Gluon's further partitions.
     """
 
     kernel: str
@@ -131,7 +133,7 @@ def _compile(work: tuple[str, int, Compilation]) -> Resources:
     limit = device_for(capability).shared_memory
     start = time.perf_counter()
     try:
-        shared, cubin = _machine_code(module, capability, c)
+        shared, threads, cubin = _machine_code(module, capability, c)
     except Exception as error:
         line = str(error).strip().splitlines()[-1][:200] if str(error).strip() else repr(error)
         seconds = time.perf_counter() - start
@@ -139,13 +141,12 @@ def _compile(work: tuple[str, int, Compilation]) -> Resources:
     seconds = time.perf_counter() - start
     registers, spilled = resource_usage(cubin)
     return Resources(
-        *(c.name, f"sm_{capability}", shared, limit, registers, spilled, seconds),
-        threads=32 * c.warps,
+        *(c.name, f"sm_{capability}", shared, limit, registers, spilled, seconds), threads=threads
     )
 
 
-def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, bytes]:
-    """Shared memory in bytes, and the cubin."""
+def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, int, bytes]:
+    """Shared memory in bytes, threads a program, and the cubin."""
     from importlib import import_module
 
     import triton
@@ -172,7 +173,9 @@ def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, by
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": c.warps, **c.options},
     )
-    return compiled.metadata.shared, compiled.asm["cubin"]
+    # With warps of further partitions, which num_warps leaves out.
+    threads = int(THREADS.search(compiled.asm["ptx"])[1])  # type: ignore[index]
+    return compiled.metadata.shared, threads, compiled.asm["cubin"]
 
 
 @cache

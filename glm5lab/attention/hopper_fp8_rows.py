@@ -33,7 +33,7 @@ def _values(b_word):
 
 @gluon.jit
 def _power_of_two_below(b_x):
-    """The sign and exponent of a float32."""
+    """The exponent of a float32 alone."""
     return (b_x.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
 
 

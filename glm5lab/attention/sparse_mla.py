@@ -30,6 +30,7 @@ from glm5lab.attention.tiles import (
 
 # What a program has shared memory and registers for.
 MAX_D_V, MAX_ROPE = 512, 64
+MOST_PLACES = 8192  # of a list, whose pages the plain kernel looks up by itself
 
 
 def sparse_mla(
@@ -122,7 +123,8 @@ def checked_problem(
         q_rope if q_rope is None or q_rope.stride(-1) == 1 else q_rope.contiguous(),
         None if table is None else (table[0].contiguous(), table[1].contiguous()),
     )
-    return problem, out, lse
+    # A program holds a whole list while it looks up pages.
+    return problem if problem.top_k <= MOST_PLACES else problem.in_slots, out, lse
 
 
 def launch(

@@ -117,8 +117,9 @@ def _attend(
         b_old = gl.exp2(b_max - b_ref)
         b_sum = b_sum * b_old + gl.sum(b_p, 0)
         b_max = b_new
-        # Probabilities times scales count in the largest scale so far, as they do in the largest
-        # score: 256 at most, and exact enough in fp16 down to 2**-22 of that.
+        # Probabilities times scales count in the largest scale of all groups so far, as they do in
+        # the largest score: 256 at most, and exact enough in fp16 down to 2**-22 of that. Values
+        # whose scales are smaller still hardly show in their row.
         new_unit = gl.maximum(unit, top * 0.00390625)
         per_unit = 1.0 / new_unit
         s_p.index(0).store(_times(b_p, b_f0 * per_unit).to(gl.float16).trans())

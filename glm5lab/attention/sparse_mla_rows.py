@@ -246,7 +246,7 @@ def compilations(device: Device) -> list[Compilation]:
                 "BLOCK_K": tile.rows,
                 "STAGES": tile.stages,
                 "PAGED": True,
-                "HAS_LENGTHS": True,
+                "HAS_LENGTHS": not table,  # as the backend calls it
                 "EARLY": split and device.dependent_launch,
                 "HAS_TABLE": table,
                 "SCAN": 2048 if table else 1,

@@ -127,7 +127,7 @@ _ROWS_32_BIT = Tile(16, 16, 4, 1, 90_112)
 # fp8_ds_mla rows. Eight heads: two registers a thread are spilled for a third program a
 # multiprocessor, which is 10 % faster at 1024 tokens.
 _ROWS_FP8 = {8: Tile(8, 32, 4, 1, 45_056, 168), 16: Tile(16, 32, 4, 1, 55_296)}
-# The forms for Hopper, by heads. 64 heads: 11, 16 and 25 us at 1, 4 and 16 tokens against 12, 21
+# The forms for Hopper, by heads. 64 heads: 11, 16 and 27 us at 1, 4 and 16 tokens against 12, 21
 # and 37, 745 against 1307 at 1024 (sparse_mla_64_heads_designs.json). More than 16 heads over
 # fp8_ds_mla rows are cut into blocks of 16.
 _HOPPER_16_BIT = {64: Tile(64, 64, 8, 2, 225_344, 168, hopper=True)}

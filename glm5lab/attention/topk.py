@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention.arguments import (
     check_kernels_run_on,
@@ -70,11 +69,7 @@ def _level_kernel(
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
     SURPLUS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     p_row = in_ptr + row.to(tl.int64) * stride_in
     low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
@@ -158,11 +153,7 @@ def _collect_kernel(
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
     CAPACITY: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0) // parts
     p_row = in_ptr + row.to(tl.int64) * stride_in
     p_list = list_ptr + row.to(tl.int64) * (2 * CAPACITY)
@@ -297,11 +288,7 @@ def _launch(
     levels, counts = empty(rows, 2), empty(rows)
     lists, bits = empty(rows, 2, cut.capacity), empty(rows, 2, blocks * WORDS.value)
     start, end = (out if bound is None else bound for bound in bounds)
-    # Each kernel may take its place before its predecessor has ended, and waits for it.
-    early = device.dependent_launch
-    given = {"HAS_START": bounds[0] is not None, "HAS_END": bounds[1] is not None, "EARLY": early}
-    if early:
-        given["launch_pdl"] = True
+    given = {"HAS_START": bounds[0] is not None, "HAS_END": bounds[1] is not None}
     inputs = (logits.view(torch.int32), start, end, levels, counts)
     stride = logits.stride(0)
     collected = width > cut.capacity
@@ -330,11 +317,11 @@ def _launch(
 
 
 def compilations(device: Device) -> list[Compilation]:
-    """What `top_k` launches for a k of 2048, the last kernel alone, and it for the largest k."""
+    """What `top_k` launches for a k of 2048, and the last kernel alone and for other k."""
     names = ("in_ptr", "start_ptr", "end_ptr", "level_ptr", "count_ptr", "list_ptr", "bits_ptr")
     types = dict.fromkeys((*names, "out_ptr"), "*i32")
     cut = choose_cut(2048, 1 << 17)
-    wide, largest = choose_cut(2048, 1 << 20), choose_cut(MAX_K, 1 << 20)
+    wide = choose_cut(2048, 1 << 20)
     found = []
     for name, kernel, constants in (
         ("level", "_level_kernel", cut.level),
@@ -342,9 +329,12 @@ def compilations(device: Device) -> list[Compilation]:
         ("collect", "_collect_kernel", cut.collect(device)),
         ("select", "_select_kernel", cut.select(device, True)),
         ("short rows", "_select_kernel", cut.select(device, False)),
-        (f"select, k {MAX_K}", "_select_kernel", largest.select(device, True)),
+        *(
+            (f"select, k {k}", "_select_kernel", choose_cut(k, 1 << 20).select(device, True))
+            for k in (512, 4096, MAX_K)
+        ),
     ):
-        given = {"HAS_START": True, "HAS_END": True, "EARLY": device.dependent_launch}
+        given = {"HAS_START": True, "HAS_END": True}
         options = {n: v for n, v in constants.items() if n == "maxnreg"}
         flags = given | {n: v for n, v in constants.items() if n.isupper()}
         warps = constants["num_warps"]

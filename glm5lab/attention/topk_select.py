@@ -8,7 +8,6 @@ bits, and the number of bits before it is its place.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(512)  # columns that a warp looks at together
 WORDS = tl.constexpr(16)  # of 32 bits, for a block of columns
@@ -209,11 +208,7 @@ def _select_kernel(
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
     MANY: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     p_row = in_ptr + row.to(tl.int64) * stride_in
     p_list = list_ptr + row.to(tl.int64) * (2 * CAPACITY)

@@ -15,9 +15,7 @@ logger = init_logger("vllm.glm5lab")
 
 # Tiles and parts of a token's list are the same for all larger batches (attention/tiles.py).
 MOST_TOKENS = 1024
-# Prompt tokens, and columns of logits, that decide how the indexer's kernels are cut.
-INDEXER_TOKENS = (1, 2, 4, 8, 64, 512)
-INDEXER_WIDTHS = (128, 1 << 16, 1 << 18, 1 << 19)
+INDEXER_TOKENS = (1, 2, 4, 8, 64, 512)  # of prompts: decide how the indexer's kernels are cut
 MOST_LOGITS = 1 << 26
 
 
@@ -95,6 +93,17 @@ def warm_up_indexer(vllm_config: Any) -> None:
             return
 
 
+def indexer_widths(top_k: int, longest: int) -> list[int]:
+    """Columns of logits, up to `longest`, with which each form of top-k is launched once."""
+    from glm5lab.attention.topk import choose_cut
+
+    forms: dict[object, int] = {}
+    for width in (*(1 << n for n in range(7, longest.bit_length())), longest):
+        cut = choose_cut(top_k, width)
+        forms.setdefault(cut if width > cut.capacity else cut.capacity, width)
+    return list(forms.values())
+
+
 def score(cache: torch.Tensor, config: Any, longest: int) -> None:
     """The indexer's kernels over one layer's key cache [pages, page_size, 132] uint8."""
     from glm5lab.vllm_plugin import indexer_cuda
@@ -112,7 +121,7 @@ def score(cache: torch.Tensor, config: Any, longest: int) -> None:
         indexer_cuda.prompt_logits(
             (q[:tokens], None), (keys, scales), weights[:tokens], *bounds, 256
         )
-        for width in (*(w for w in INDEXER_WIDTHS if w < longest), longest):
+        for width in indexer_widths(top_k, longest):
             if tokens * width > MOST_LOGITS:
                 continue
             logits = torch.zeros(tokens, width, device=device)
