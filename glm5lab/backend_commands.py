@@ -67,14 +67,15 @@ def soak(
     from glm5lab.gpu_check.cases import OURS, EngineCase
     from glm5lab.gpu_check.machine import machine
     from glm5lab.gpu_check.model import write_model
-    from glm5lab.gpu_check.run import run_case
+    from glm5lab.gpu_check.run import Children, run_case
     from glm5lab.gpu_check.soak import wrong
     from glm5lab.json_output import require_writable, write_json
 
     require_writable(out)
     model = write_model(work / "model-full", "full")
     extra = {"soak": {"requests": requests, "seconds": seconds}, "lengths": [17]}
-    found = run_case(EngineCase("soak", OURS), model, work, seconds * 2 + 900, extra)
+    with Children() as children:
+        found = run_case(EngineCase("soak", OURS), model, work, seconds * 2 + 900, extra, children)
     if "error" in found:
         raise CheckError(f"soak: {found['error']}")
     typer.echo(str(found["soak"]))

@@ -79,8 +79,9 @@ def counts(kernel: str, one: Place, other: Place) -> bool:
     """Whether a hazard lies within a partition, or may."""
     whole, parts = partitions(kernel)
     functions = [function_at(one), function_at(other)]
-    if parts and functions == [whole, whole]:
-        return False  # what Triton hands over itself
+    at = [(Path(file).name, line) for file, line in (one, other)]
+    if parts and at == [whole, whole]:
+        return False  # what Triton hands over itself stands at the kernel's first line
     first, second = ({i for i, run in enumerate(parts) if f in run} for f in functions)
     return not first or not second or bool(first & second)
 

@@ -57,12 +57,24 @@ def test_ours_may_be_as_far_from_a_native_backend_as_two_are_apart():
 
 
 def test_several_native_comparisons_bound_by_the_greatest_of_each_prompt():
-    tables = {name: table(mean) for name, mean in (("natives", 0.01), ("ours, TP 2", 0.066))}
+    first, second = cases.FLASH_SPREAD
+    mine = "ours and flash_attn, GLM-5.3-Flash"
+    tables = {first: table(0.01), mine: table(0.066)}
     assert not answers.wrong(tables, {})  # one of its bounds did not run
-    together = "flash_attn graphs, alone and together"
-    assert not answers.wrong(tables | {together: table(0.062)}, {})
-    (line,) = answers.wrong(tables | {together: table(0.058)}, {})
-    assert line == f"ours, TP 2: mean 0.0660, where 'natives' and {together!r} has 0.0580"
+    assert answers.absent(answers.bounds_of(mine), tables) == [second]
+    assert not answers.wrong(tables | {second: table(0.062)}, {})
+    (line,) = answers.wrong(tables | {second: table(0.058)}, {})
+    assert line == f"{mine}: mean 0.0660, where {first!r} and {second!r} has 0.0580"
+
+
+@pytest.mark.parametrize("name", ["ours, MTP 3", "ours graphs, alone and together"])
+def test_generated_tokens_are_judged_too(name):
+    a = answer([-1.0], [5], [{"5": -0.1, "6": -9.0}])
+    b = answer([-1.0], [6], [{"6": -0.1}])
+    native = table(0.07)
+    assert not answers.wrong({"natives": native, name: differences([1000], [a], [a])}, {})
+    (line,) = answers.wrong({"natives": native, name: differences([1000], [a], [b])}, {})
+    assert line == (f"{name}: a token after 1000 is 8.90 apart, where 'natives' has 0.07 at most")
 
 
 def test_late_kernels_of_ours_an_unused_cache_and_a_dead_engine_are_wrong():

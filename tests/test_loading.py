@@ -126,6 +126,15 @@ def test_prepare_writes_a_folder_and_reuses_its_cache(sample_f32, tmp_path, monk
     assert list(folder.parent.glob(".*")) == []  # no work folder left behind
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"gguf": ["a"], "bytes": []}'])
+def test_a_damaged_marker_is_named(text, sample_f32, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLM5LAB_CACHE", str(tmp_path / "cache"))
+    folder = prepare(sample_f32)
+    (folder / MARKER).write_text(text)
+    with pytest.raises(InputError, match="is damaged"):
+        opened(folder)
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_folder_that_cannot_be_written_is_named(sample_f32, tmp_path, monkeypatch, cached):
     (tmp_path / "file").write_text("")

@@ -193,8 +193,8 @@ def test_what_blocks_on_two_ranks_cost_is_said(sample_mix):
     assert fits
     assert (
         "note: borders between ranks lie inside blocks of Q6_K: of 2 tensors, such as "
-        "blk.1.ffn_down_shexp.weight, each rank keeps the blocks at its borders whole, "
-        "53,760 bytes beside its share of 53,760" in text
+        "blk.1.ffn_down_shexp.weight, ranks keep the blocks at their borders whole, "
+        "each rank at most 53,760 bytes beside its share of 53,760" in text
     )
     assert "lie inside blocks" not in plan_text(sample_mix, 2, 64.0, tp=1, pp=2, width=1000)[0]
 

@@ -168,11 +168,17 @@ class _File:
                 some = segments[first : first + SEGMENTS]
                 wanted = len(some) * width
                 if _pwritev()(sink, some.ctypes.data, len(some), at) != wanted:
-                    raise self._short(part.tensor)
+                    self._address(part.tensor)  # says so where the file ends too early by now
+                    error = ctypes.get_errno()
+                    cause = f"{os.strerror(error)} while rows of {part.tensor.name!r} were gathered"
+                    raise InputError(self.path, cause, "see that there is memory, and load again")
                 at += wanted
         view, done = out.data, 0
         while done < len(view):
-            done += os.preadv(sink, [view[done:]], done)
+            count = os.preadv(sink, [view[done:]], done)
+            if count == 0:
+                raise self._short(part.tensor)
+            done += count
 
     def _address(self, tensor: Tensor) -> int:
         """Where the file's map begins in memory; the file must still hold the whole tensor."""

@@ -61,7 +61,7 @@ class Placement:
         packed: bytes of the file that one rank takes, in whole blocks.
         loaded: bytes that this part occupies once loaded, padding included.
         kept: whether the loaded form is still the file's quantized one.
-        border: of `loaded`, bytes of blocks that lie in the next rank's share.
+        border: of `loaded`, bytes of blocks that lie in neighbouring ranks' shares.
         problem: why the ranks cannot divide it so; "" when they can.
     """
 
@@ -211,11 +211,14 @@ def _block(tensor: Tensor) -> int:
     return type_sizes().get(tensor.type_id, ("", 1, 1))[1]
 
 
-def border_notes(held: Iterable[tuple[str, str, int, int]]) -> list[str]:
+def border_notes(
+    held: Iterable[tuple[str, str, int, int]], who: str = "each rank at most"
+) -> list[str]:
     """A sentence on the tensors whose blocks are cut by the borders between ranks; none if none.
 
     Args:
         held: name, type, bytes that a rank holds, and of these the bytes of other ranks' shares.
+        who: whose bytes these are: of the rank with most, or of one.
     """
     cut = [row for row in held if row[3] > 0]
     if not cut:
@@ -226,8 +229,8 @@ def border_notes(held: Iterable[tuple[str, str, int, int]]) -> list[str]:
     avoid = "; whole experts a rank (--enable-expert-parallel) need less" if experts else ""
     return [
         f"borders between ranks lie inside blocks of {'/'.join(sorted(set(types)))}: of {what}, "
-        f"such as {names[0]}, each rank keeps the blocks at its borders whole, "
-        f"{sum(borders):,} bytes beside its share of {sum(sizes) - sum(borders):,}{avoid}"
+        f"such as {names[0]}, ranks keep the blocks at their borders whole, "
+        f"{who} {sum(borders):,} bytes beside its share of {sum(sizes) - sum(borders):,}{avoid}"
     ]
 
 

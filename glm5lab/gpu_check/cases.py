@@ -76,6 +76,7 @@ CASES = (
     EngineCase("flash_attn mqa", FLASH_ATTN, options=MQA),
     EngineCase("ours mqa", OURS, options=MQA),
     EngineCase("ours asleep", OURS, options={"enable_sleep_mode": True}, sleeps=True),
+    EngineCase("flash_attn tp 2", FLASH_ATTN, options=parallel(tensor=2), gpus=2),
     EngineCase("ours tp 2", OURS, options=parallel(tensor=2), gpus=2),
     EngineCase("ours dcp 2", OURS, options=parallel(tensor=2, decode_context=2), gpus=2),
     EngineCase("ours pp 2", OURS, options=parallel(pipeline=2), gpus=2),
@@ -84,14 +85,14 @@ CASES = (
     EngineCase("ours share", OURS, "share"),
     EngineCase("flash_attn flash", FLASH_ATTN, "flash", options=EAGER),
     EngineCase("flash_attn flash graphs", FLASH_ATTN, "flash"),
+    EngineCase("flash_attn flash chunks", FLASH_ATTN, "flash", options=CHUNKS),
     EngineCase("ours flash graphs", OURS, "flash"),
 )
 
-# Rows of 512 have one native backend here: how far two are apart is known of GLM-5's rows alone.
-FLASH_SPREAD = ("natives, GLM-5.3-Flash", "natives")
-# Several GPUs add in another order, as batches of another size do; short prompts, which two native
-# backends answer alike, differ then.
-ORDER_SPREAD = ("natives", "flash_attn graphs, alone and together")
+# Rows of 512 have one native backend here, which differs from itself in other batches.
+FLASH_SPREAD = ("natives, GLM-5.3-Flash", "natives, GLM-5.3-Flash, chunks")
+# Ranks of tensor parallelism add in another order.
+RANKS_SPREAD = ("natives, TP 2",)
 # Which answers are compared: a name -> two cases, and the comparisons of native backends whose
 # spread bounds it (none: it is such a comparison itself).
 PAIRS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -106,6 +107,12 @@ PAIRS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "natives, sparse prompts": ("flash_attn graphs", "flash_attn mqa", ()),
     "natives, IndexShare": ("flash_attn share", "flashmla share", ()),
     "natives, GLM-5.3-Flash": ("flash_attn flash", "flash_attn flash graphs", ()),
+    "natives, GLM-5.3-Flash, chunks": (
+        "flash_attn flash graphs",
+        "flash_attn flash chunks",
+        (),
+    ),
+    "natives, TP 2": ("flash_attn graphs", "flash_attn tp 2", ()),
     "ours and flash_attn": ("flash_attn", "ours", ("natives",)),
     "ours and flashmla": ("flashmla", "ours", ("natives",)),
     "ours and HF": ("hf", "ours graphs", ("natives, flash_attn and HF",)),
@@ -117,9 +124,9 @@ PAIRS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ours, MTP 3": ("ours graphs", "ours mtp 3", ("natives",)),
     "ours, Triton indexer": ("ours graphs", "ours triton indexer", ("natives",)),
     "ours, Triton indexer, MTP 3": ("ours graphs", "ours triton indexer mtp 3", ("natives",)),
-    "ours, TP 2": ("ours graphs", "ours tp 2", ORDER_SPREAD),
-    "ours, DCP 2": ("ours graphs", "ours dcp 2", ORDER_SPREAD),
-    "ours, PP 2": ("ours graphs", "ours pp 2", ORDER_SPREAD),
+    "ours, TP 2": ("ours graphs", "ours tp 2", RANKS_SPREAD),
+    "ours, DCP 2": ("ours graphs", "ours dcp 2", RANKS_SPREAD),
+    "ours, PP 2": ("ours graphs", "ours pp 2", ("natives",)),
     "ours, chunks": ("ours graphs", "ours chunks", ("natives, chunks",)),
     "ours and flash_attn, sparse prompts": (
         "flash_attn mqa",

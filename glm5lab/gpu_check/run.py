@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def run_cases(
         models: kind -> folder.
         out: folder for cases, answers and logs.
         at_once: children side by side; those for one GPU are dealt out to all there are.
-        timeout_s: seconds a child may take.
+        timeout_s: seconds a child may take; in turns, each of those that it waits for as well.
         extra: further entries of every case file, such as "speed".
         echo: where lines go.
         in_turns: `at_once` children start side by side, and when all of them have, they answer one
@@ -48,32 +49,40 @@ def run_cases(
     size = at_once if in_turns else max(len(cases), 1)
     for first in range(0, len(cases), size):
         group = cases[first : first + size]
-        with ThreadPoolExecutor(at_once) as pool:
-            turns = Turns(out / f"turns-{first}", group) if in_turns else None
+        turns = Turns(out / f"turns-{first}", group) if in_turns else None
+        limit = timeout_s * (len(group) if in_turns else 1)
+        with ThreadPoolExecutor(at_once) as pool, Children() as children:
             jobs = {
                 case.name: pool.submit(
                     run_case,
                     replace(case, env=gpus[case.name] | case.env),
                     models[case.kind],
                     out,
-                    timeout_s,
+                    limit,
                     extra or {},
+                    children,
                     turns,
                 )
                 for case in group
             }
-            if turns is not None:
-                turns.start(list(jobs.values()))
-            for name, job in jobs.items():
-                found[name] = job.result()
-                echo(f"{name}: {found[name].get('error', 'done')}")
+            try:
+                if turns is not None:
+                    turns.start(list(jobs.values()))
+                for name, job in jobs.items():
+                    found[name] = job.result()
+                    echo(f"{name}: {found[name].get('error', 'done')}")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     return found
 
 
 def visible_gpus() -> list[str]:
     """The GPUs that a child may see, by number."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(number) for number in range(len(find_gpus()))]
+    if given is None:
+        return [str(number) for number in range(len(find_gpus()))]
+    return [name for name in given.split(",") if name]
 
 
 def dealt(cases: Sequence[EngineCase], gpus: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -92,6 +101,37 @@ def dealt(cases: Sequence[EngineCase], gpus: Sequence[str]) -> dict[str, dict[st
         }
         for case in cases
     }
+
+
+class Children:
+    """Running children, each with a session of its own; those left at the end are killed."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen[bytes]] = set()
+
+    def __enter__(self) -> "Children":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in list(self.running):
+            kill(child)
+
+    def wait(self, child: subprocess.Popen[bytes], timeout_s: float) -> int:
+        """Its exit status; after so many seconds it is killed."""
+        self.running.add(child)
+        try:
+            return child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            kill(child)
+            return child.wait()
+        finally:
+            self.running.discard(child)
+
+
+def kill(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child's session, if it is still there."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, 9)
 
 
 class Turns:
@@ -133,6 +173,7 @@ def run_case(
     out: Path,
     timeout_s: float,
     extra: dict[str, Any],
+    children: Children,
     turns: Turns | None = None,
 ) -> dict[str, Any]:
     """One child's answers, or {"error": its last lines}; see `run_cases`."""
@@ -163,11 +204,7 @@ def run_case(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            status = child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)
-            status = child.wait()
+        status = children.wait(child, timeout_s)
     lines = log.read_text().splitlines()
     if status or not answers.is_file():
         return {"error": f"exit {status}, see {log}: " + " | ".join(lines[-3:])}

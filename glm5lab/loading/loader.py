@@ -84,7 +84,7 @@ class _Load:
         plan = under_first_names(plan, self.model, parameters)
         padded = zero_padding(self.model, parameters)
         if self.ranks.leads:
-            for note in border_notes(_held(plan)):
+            for note in border_notes(_held(plan), "this one"):
                 logger.warning("%s.", note)
         audit = Audit({name: tuple(p.shape) for name, p in parameters.items()}, padded)
         progress = Progress(sum(c.nbytes for c in plan), logger, self.ranks.leads, self._label)

@@ -58,8 +58,8 @@ def _stamp(folder: Path) -> Stamp:
     if not marker.is_file():
         return "", ()  # open_prepared says what is wrong, here and below
     text = marker.read_text(encoding="utf-8")
-    shards = [Path(name) for name in json.loads(text)["gguf"]]
-    if not all(shard.is_file() for shard in shards):
+    try:
+        stats = [Path(name).stat() for name in json.loads(text)["gguf"]]
+    except (OSError, ValueError, KeyError, TypeError):
         return text, ()
-    stats = [shard.stat() for shard in shards]
     return text, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)

@@ -126,8 +126,13 @@ def open_prepared(folder: str | Path) -> GgufModel:
     path = Path(folder) / MARKER
     if not path.is_file():
         raise InputError(folder, f"has no {MARKER}", "make it with `glm5lab prepare FILE FOLDER`")
-    marker = json.loads(path.read_text(encoding="utf-8"))
-    for name, size in zip(marker["gguf"], marker["bytes"], strict=True):
+    try:
+        marker = json.loads(path.read_text(encoding="utf-8"))
+        shards = list(zip(marker["gguf"], marker["bytes"], strict=True))
+    except (ValueError, KeyError, TypeError) as error:
+        fix = "run `glm5lab prepare` again"
+        raise InputError(path, f"is damaged ({type(error).__name__}: {error})", fix) from error
+    for name, size in shards:
         shard = Path(name)
         if not shard.is_file() or shard.stat().st_size != size:
             raise InputError(
