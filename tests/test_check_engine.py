@@ -21,7 +21,10 @@ def hf(sample_f32):
     return LazyHf(sample_f32)
 
 
-@pytest.mark.parametrize("sample", ["sample_f32", "sample_share", "sample_mix"])
+@pytest.mark.parametrize(
+    "sample",
+    [pytest.param("sample_f32", marks=pytest.mark.slow), "sample_share", "sample_mix"],
+)
 def test_the_engine_agrees_with_both_referees(sample, request):
     file = request.getfixturevalue(sample)
 

@@ -26,6 +26,7 @@ print(json.dumps([before, [canonical(*a) for a in asked]]))
     assert after == ["fp8_ds_mla", "fp8_ds_mla", "bfloat16", "fp8", "fp8_ds_mla"]
 
 
+@pytest.mark.slow
 def test_the_choice_is_explained_where_ours_is_the_first():
     code = """
 import logging

@@ -110,6 +110,7 @@ def disconnects(server: Victim, times: int) -> None:
         assert server.client.completion([4, 5, 6], **options) == expected
 
 
+@pytest.mark.slow
 def test_full_disk_clients_that_leave_and_a_killed_worker(sample_f32, tmp_path):
     """One server: its log's disk is full, clients leave; then a worker is killed mid-stream."""
     log = tmp_path / "full"

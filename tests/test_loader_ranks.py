@@ -74,6 +74,7 @@ def test_a_rank_that_takes_rank_0s_share_is_caught(sample_mix):
     assert all("and several the same" in problem for problem in found)
 
 
+@pytest.mark.slow
 def test_multi_token_prediction_is_loaded_when_asked_for(tmp_path):
     file = write_sample(tmp_path, kind="mtp", types="mix")
     draft = loaded(file, draft=True)
@@ -94,6 +95,7 @@ def wide_sample(folder: Path, types: str, width: int = 512, experts: int = 12) -
         return write_sample(folder, types=types)
 
 
+@pytest.mark.slow
 def test_whole_experts_a_rank(tmp_path):
     # Expert parallel takes blocks on a CPU too: vLLM's own experts there know nothing of it.
     file = wide_sample(tmp_path, "mix")
@@ -167,6 +169,7 @@ def test_shares_in_one_block_and_in_two(tmp_path, rank):
     assert size * 3 == tensor.nbytes * (rank + 1)
 
 
+@pytest.mark.slow
 def test_a_plain_part_beside_blocks(tmp_path):
     """q_a in F16 beside kv_a in Q6_K, gate in F16 beside up: no part changes for the other."""
 
@@ -186,6 +189,7 @@ def test_a_plain_part_beside_blocks(tmp_path):
     assert found["packed"] == whole["packed"] - 2
 
 
+@pytest.mark.slow
 def test_a_type_without_a_kernel_is_dequantized_alone(tmp_path):
     """MXFP4 in a linear layer and in a stack of experts; all else stays, the log has the cost."""
     changed = ("blk.0.attn_output.weight", "blk.1.ffn_up_exps.weight")

@@ -143,13 +143,14 @@ def test_a_plain_part_leaves_the_other_quantized(sample_mix):
     assert table["blk.0.attn_kv_a_mqa.weight"].kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "tp", "pp", "expert_parallel", "rank"),
     [
         ("glm-5-q4_k_m", 8, 1, False, 7),
-        pytest.param("glm-5-q4_k_m", 8, 1, True, 3, marks=pytest.mark.slow),
-        pytest.param("glm-5-q4_k_m", 2, 4, False, 7, marks=pytest.mark.slow),
-        pytest.param("glm-5.2-ud-iq2_xxs", 4, 2, False, 0, marks=pytest.mark.slow),
+        ("glm-5-q4_k_m", 8, 1, True, 3),
+        ("glm-5-q4_k_m", 2, 4, False, 7),
+        ("glm-5.2-ud-iq2_xxs", 4, 2, False, 0),
     ],
 )
 def test_quantized_ranks_of_the_real_model_take_what_is_planned(

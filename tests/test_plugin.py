@@ -84,6 +84,7 @@ assert "TRITON_MLA_SPARSE" in AttentionBackendEnum.__members__
     assert "glm5lab: register_loader does not work with this vLLM (AttributeError: moved)" in said
 
 
+@pytest.mark.slow
 def test_the_backend_survives_pickling_into_a_process_without_plugins():
     pickle_it = """
 import base64, json, pickle
@@ -154,6 +155,7 @@ print(json.dumps([[o.outputs[0].token_ids, o.outputs[0].cumulative_logprob] for 
         assert score == pytest.approx(expected_score, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_chunked_prefill_and_prefix_caching(sample_f32):
     """On a prompt below top-k, where no tie can flip, chunks and cache change nothing."""
     code = """
@@ -214,6 +216,7 @@ def test_a_cache_of_another_dtype_is_refused(sample_f32):
     assert "--kv-cache-dtype fp8" in message
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_where_vllm_would(sample_f32):
     """Without the breakable graphs that vLLM turns on by itself it would trace the model."""
     code = (

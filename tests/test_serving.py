@@ -181,6 +181,7 @@ def test_glm5lab_serve_answers_locally_and_ctrl_c_leaves_nothing(sample_f32, env
     assert not marked(marker)
 
 
+@pytest.mark.slow
 def test_sigterm_while_the_engine_starts_leaves_nothing(sample_f32, environment, tmp_path):
     marker, port, log = mark(), usable_port(LOCAL, 0), tmp_path / "log"
     process = start_serve(sample_f32, environment, marker, port, log)

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 ATTENTION = Path(__file__).resolve().parents[1] / "attention"
-REFERENCE, KERNEL = ATTENTION / "reference.py", ATTENTION / "sparse_mla.py"
+REFERENCE, KERNEL = ATTENTION / "reference.py", ATTENTION / "sparse_mla_rows.py"
 Span = tuple[str, str]  # how the first and the last line begin
 
 
@@ -90,13 +90,13 @@ class SideBySide:
         for number, (title, reference, kernel) in enumerate(self.steps, 1):
             lines = [f"{number}. {title}", "reference.py"]
             lines += [f"    {line}" for line in reference]
-            blocks.append("\n".join([*lines, "sparse_mla.py", *(f"    {line}" for line in kernel)]))
+            blocks.append("\n".join([*lines, KERNEL.name, *(f"    {line}" for line in kernel)]))
         return "\n\n".join(blocks)
 
     def _repr_html_(self) -> str:
         rows = [
             "<tr><th style='text-align:left'>reference.py, plain PyTorch</th>"
-            "<th style='text-align:left'>sparse_mla.py, Triton</th></tr>"
+            f"<th style='text-align:left'>{KERNEL.name}, Triton</th></tr>"
         ]
         for number, (title, *sides) in enumerate(self.steps, 1):
             rows.append(
