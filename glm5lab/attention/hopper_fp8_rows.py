@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from glm5lab.attention.sparse_mla_hopper import BLOCK_K, CHUNK, D_V, STAGES, load_slots, row_offsets
 
+WARPS = gl.constexpr(4)  # of a warpgroup
 GROUP = gl.constexpr(128)  # values that share a scale
 ROW_UNITS = gl.constexpr(41)  # 656 bytes in units of 16
 TINY = gl.constexpr(1e-30)  # no scale counts as less, since it is divided by
@@ -54,11 +55,12 @@ def gather_fp8(
     full,
     empty,
     PAGED: gl.constexpr,
-    WARPS: gl.constexpr,
-    FIRST: gl.constexpr,
-    STEP: gl.constexpr,
+    STAGE: gl.constexpr,
 ):
-    """Convert every STEP-th block from FIRST on into its stage; scales go beside the values."""
+    """Convert every STAGES-th block from number STAGE on into that stage, and its scales.
+
+    Each stage has a warpgroup of its own that fills it.
+    """
     words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     halves: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row: gl.constexpr = gl.SliceLayout(1, words)
@@ -66,11 +68,10 @@ def gather_fp8(
     o_k = gl.arange(0, BLOCK_K, layout=row)
     o_w = gl.arange(0, 32, layout=gl.SliceLayout(0, words))
     o_r = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, halves))
-    stage = FIRST
     phase = 1
-    start += FIRST * BLOCK_K
+    start += STAGE * BLOCK_K
     b_slot = load_slots(p_i, start + o_k, end, slots)
-    for block in range(start, end, BLOCK_K * STEP):
+    for block in range(start, end, BLOCK_K * STAGES):
         m_k = b_slot >= 0
         m_w = m_k[:, None] & (o_w >= 0)[None, :]
         b_row = row_offsets(b_slot, page_size, stride_page, ROW_UNITS, PAGED)
@@ -87,17 +88,17 @@ def gather_fp8(
         # The same rows in the same threads: nothing moves.
         p_r = rope_ptr + (gl.convert_layout(b_row, row_r) * 8)[:, None] + 264 + o_r[None, :]
         m_r = (gl.convert_layout(b_slot, row_r) >= 0)[:, None] & (o_r >= 0)[None, :]
-        b_slot = load_slots(p_i, block + BLOCK_K * STEP + o_k, end, slots)
+        b_slot = load_slots(p_i, block + BLOCK_K * STAGES + o_k, end, slots)
 
-        mbarrier.wait(empty.index(stage), phase)
-        async_copy.async_copy_global_to_shared(s_r.index(stage), p_r, mask=m_r)
+        mbarrier.wait(empty.index(STAGE), phase)
+        async_copy.async_copy_global_to_shared(s_r.index(STAGE), p_r, mask=m_r)
         async_copy.commit_group()
-        s_factors = s_scale.index(stage)
+        s_factors = s_scale.index(STAGE)
         s_factors.slice(0, BLOCK_K, dim=0).store(b_s0)
         s_factors.slice(BLOCK_K, BLOCK_K, dim=0).store(b_s1)
         s_factors.slice(2 * BLOCK_K, BLOCK_K, dim=0).store(b_s2)
         s_factors.slice(3 * BLOCK_K, BLOCK_K, dim=0).store(b_s3)
-        s_rows = s_v.index(stage)
+        s_rows = s_v.index(STAGE)
         s_rows.slice(0, GROUP, dim=1).store(_values(b_w0))
         s_rows.slice(GROUP, GROUP, dim=1).store(_values(b_w1))
         s_rows.slice(2 * GROUP, GROUP, dim=1).store(_values(b_w2))
@@ -105,15 +106,12 @@ def gather_fp8(
         async_copy.wait_group(0)
         # Stored rows are read by wgmma's own path to memory.
         fence_async_shared()
-        mbarrier.arrive(full.index(stage))
-        stage += STEP
-        if stage >= STAGES:
-            stage = FIRST
-            phase ^= 1
+        mbarrier.arrive(full.index(STAGE))
+        phase ^= 1
 
 
 @gluon.jit
-def store_queries(p_q, stride_qh, heads, s_q, s_qr, HEADS: gl.constexpr, WARPS: gl.constexpr):
+def store_queries(p_q, stride_qh, heads, s_q, s_qr, HEADS: gl.constexpr):
     """Store queries as fp16 below 1 and their rope columns as they are; a power of two a head.
 
     Divided by a power of two above its maximum, a bf16 query is exact in fp16, down to 2**-14 of

@@ -30,7 +30,6 @@ from glm5lab.attention.tiles import (
 
 # What a program has shared memory and registers for.
 MAX_D_V, MAX_ROPE = 512, 64
-MOST_PLACES = 8192  # of a list, whose pages the plain kernel looks up by itself
 
 
 def sparse_mla(
@@ -71,17 +70,7 @@ def sparse_mla(
     problem, out, lse = checked_problem(q, kv, indices, scale, lengths, d_v, out, check, table)
     if problem.tokens:
         device = INTERPRETER if triton_interpreted() else device_of(problem.q.device.index or 0)
-        tile = sparse_mla_tile(
-            device,
-            problem.tokens,
-            problem.heads,
-            problem.q.dtype.itemsize,
-            problem.fp8,
-            problem.copies_whole_chunks and (not problem.fp8 or out.stride(1) < FAR),
-        )
-        parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
-        with on_device_of(problem.q):
-            launch(problem, out, lse, device, tile, parts)
+        run(problem, out, lse, device)
     return out, lse
 
 
@@ -123,8 +112,29 @@ def checked_problem(
         q_rope if q_rope is None or q_rope.stride(-1) == 1 else q_rope.contiguous(),
         None if table is None else (table[0].contiguous(), table[1].contiguous()),
     )
-    # A program holds a whole list while it looks up pages.
-    return problem if problem.top_k <= MOST_PLACES else problem.in_slots, out, lse
+    return problem, out, lse
+
+
+def run(problem: Problem, out: torch.Tensor, lse: torch.Tensor, device: Device) -> None:
+    """Run the kernels with the tile and the parts that a device gets.
+
+    Args:
+        problem: checked arguments, of one token or more.
+        out: [T, H, d_v], written.
+        lse: [T, H] float32, written.
+        device: decides about tile and parts.
+    """
+    tile = sparse_mla_tile(
+        device,
+        problem.tokens,
+        problem.heads,
+        problem.q.dtype.itemsize,
+        problem.fp8,
+        problem.copies_whole_chunks and (not problem.fp8 or out.stride(1) < FAR),
+    )
+    parts = sparse_mla_parts(device, tile, problem.tokens, problem.heads, problem.top_k)
+    with on_device_of(problem.q):
+        launch(problem, out, lse, device, tile, parts)
 
 
 def launch(

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.hopper_fp8_rows import GROUP, TINY, gather_fp8, store_queries
+from glm5lab.attention.hopper_fp8_rows import GROUP, TINY, WARPS, gather_fp8, store_queries
 from glm5lab.attention.problem import ANYWHERE, LN2, RUNTIME, Parts, Problem
 from glm5lab.attention.sparse_mla_hopper import (
     BLOCK_K,
@@ -76,8 +76,8 @@ def _attend(
     head: gl.constexpr = gl.SliceLayout(0, layout)
     line: gl.constexpr = gl.SliceLayout(1, layout)
     # Every warp holds all scales of a block: their maximum needs no barrier.
-    flat: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    b_q_unit = gl.convert_layout(store_queries(p_q, stride_qh, heads, s_q, s_qr, HEADS, 4), head)
+    flat: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    b_q_unit = gl.convert_layout(store_queries(p_q, stride_qh, heads, s_q, s_qr, HEADS), head)
     o_k = gl.arange(0, BLOCK_K, layout=line)
     b_max = gl.full([HEADS], float("-inf"), gl.float32, head)
     b_sum = gl.full([HEADS], 0.0, gl.float32, head)
@@ -223,10 +223,10 @@ def _attend_hopper_fp8_kernel(
         (_attend, (p_q, stride_qh, p_out, stride_oh, p_lse, left, scale_log2, p_i, start, end,
                    slots, s_q, s_qr, s_p, s_v, s_r, s_scale, full, empty, HEADS)),
         (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
-                      stride_page, s_v, s_r, s_scale, full, empty, PAGED, 4, 0, 2)),
+                      stride_page, s_v, s_r, s_scale, full, empty, PAGED, 0)),
         (gather_fp8, (word_ptr, scale_ptr, rope_ptr, p_i, start, end, slots, page_size,
-                      stride_page, s_v, s_r, s_scale, full, empty, PAGED, 4, 1, 2)),
-    ], [4, 4], [REGISTERS, REGISTERS])
+                      stride_page, s_v, s_r, s_scale, full, empty, PAGED, 1)),
+    ], [WARPS, WARPS], [REGISTERS, REGISTERS])
     # fmt: on
 
 

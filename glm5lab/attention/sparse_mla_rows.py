@@ -15,6 +15,8 @@ from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import ANYWHERE, LN2, RUNTIME, Parts, Problem
 from glm5lab.attention.tiles import Device, Tile, sparse_mla_tiles
 
+MOST_PLACES = 8192  # of a list, which a program holds whole while it looks up pages
+
 
 @triton.jit
 def _look_up(p_i, p_slot, start, end, p_page, pages, page_size, SCAN: tl.constexpr):
@@ -189,6 +191,8 @@ def attend_rows(problem: Problem, parts: Parts, tile: Tile) -> None:
         parts: where the results go.
         tile: blocks, warps, stages.
     """
+    if problem.top_k > MOST_PLACES:
+        problem = problem.in_slots
     q, pages = problem.q, problem.pages
     # Without a rotary part nothing is read; strides of an empty tensor would compile anew.
     q_rope = problem.rope_part if problem.rope else q

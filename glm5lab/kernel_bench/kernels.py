@@ -13,8 +13,8 @@ from glm5lab.attention import reference
 from glm5lab.attention.indexer import mqa_logits
 from glm5lab.attention.indexer_paged import paged_mqa_logits
 from glm5lab.attention.shared_rows import sparse_mla_shared
-from glm5lab.attention.sparse_mla import checked_problem, launch, sparse_mla
-from glm5lab.attention.tiles import device_of, shared_memory_of, sparse_mla_parts, sparse_mla_tile
+from glm5lab.attention.sparse_mla import checked_problem, run, sparse_mla
+from glm5lab.attention.tiles import device_of, shared_memory_of
 from glm5lab.attention.topk import top_k
 from glm5lab.errors import Glm5labError
 from glm5lab.kernel_bench import peers
@@ -45,15 +45,12 @@ def ours(s: Sparse) -> Callable[[int], Any]:
 
 def within(s: Sparse) -> Callable[[int], Any]:
     """The kernel of `sparse_mla`, whose tile fits the 101,376 bytes of shared memory of SM120."""
-    device = device_of(torch.cuda.current_device())
-    small = replace(device, shared_memory=shared_memory_of(120))
+    small = replace(device_of(torch.cuda.current_device()), shared_memory=shared_memory_of(120))
 
     def call(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         given = (s.q[i], s.kv, s.indices[i], SCALE, s.lengths, 512, None, False)
         problem, out, lse = checked_problem(*given)
-        tile = sparse_mla_tile(small, s.tokens, s.heads, 2, problem.fp8)
-        parts = sparse_mla_parts(device, tile, s.tokens, s.heads, TOP_K)
-        launch(problem, out, lse, device, tile, parts)
+        run(problem, out, lse, small)
         return out, lse
 
     return call
