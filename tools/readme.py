@@ -28,9 +28,8 @@ LOG = "tests/data/doctor/triton-shared-memory-sm120.txt"
 STEPS = ("plan", "prepare", "serve", "doctor")
 WIDTH = 100  # columns of what the commands print
 # What ran where; a compute capability that is not named was compiled for and selected only.
-RAN = {"9.0": "run on one H200"}
 # A data-centre card of Blackwell has vLLM's own kernels; nothing here was made for it.
-NOTES = {"10.0": "selection only"}
+RAN = {"9.0": "run on one H200", "10.0": "selection only"}
 
 
 def printed(*arguments: str, folder: Path | None = None) -> str:
@@ -91,7 +90,7 @@ def support() -> dict[str, str]:
                 having, lacking = (rows[f, cache][column] for f in ("with", "without"))
                 alone = having if having == lacking else f"{having}; without FlashInfer {lacking}"
                 cells.append("-" if alone == NONE else alone)
-        ran = RAN.get(capability) or NOTES.get(capability, "compiled and selected only")
+        ran = RAN.get(capability, "compiled and selected only")
         lines.append((label, *cells, ran))
     headings = ["GPU", "bf16 rows: stock vLLM", "with glm5lab"]
     headings += ["fp8_ds_mla rows: stock vLLM", "with glm5lab", "TRITON_MLA_SPARSE was"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from glm5lab.views.kernel_charts import CASE, remarks, speed_table
-from glm5lab.views.measurements import FOLDER, measurements, origin
+from glm5lab.views.measurements import measurements, origin
 from glm5lab.views.roofline import compile_table
 
 OURS = "glm5lab"
-WEIGHTS = "glm5lab bench weights"
 Json = Mapping[str, Any]
 
 
@@ -65,28 +63,23 @@ def other_kernels() -> str:
 
 def _named(row: Json) -> str:
     name = row["name"].removeprefix(OURS).lstrip(", ")
-    note = f" ({row['note']})" if "note" in row else ""
-    return f"{name} {number(row['us'])}{note}".strip()
+    return f"{name} {number(row['us'])}".strip()
 
 
 def weights() -> str:
     """Products with GGUF blocks, and in brackets the same with bf16, where they were measured."""
-    documents = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
-    found = [name for name, document in documents.items() if document["command"] == WEIGHTS]
-    if not found:
-        return "Products with GGUF blocks: no measurement is recorded yet."
-    (name,) = found
+    measured = measurements("gguf_weights")
     table: dict[str, dict[str, dict[str, str]]] = {}
-    for row in documents[name]["rows"]:
+    for row in measured["rows"]:
         product, tokens = row["case"].rsplit(", ", 1)
         table.setdefault(product, {}).setdefault(tokens, {})[row["name"]] = number(row["us"])
     columns = list(dict.fromkeys(tokens for cells in table.values() for tokens in cells))
     lines = [
         (product, *(_pair(cells.get(n, {})) for n in columns)) for product, cells in table.items()
     ]
-    said = f"Products with GGUF blocks, and (with bf16). {link(name)}."
+    said = f"Products with GGUF blocks, and (with bf16). {link('gguf_weights')}."
     headings = ("product, microseconds", *columns)
-    return "\n\n".join([said, markdown(headings, lines), *_remarks(documents[name])])
+    return "\n\n".join([said, markdown(headings, lines), *_remarks(measured)])
 
 
 def _pair(cell: Mapping[str, str]) -> str:

@@ -18,14 +18,23 @@ MOST_CHECK_S = 30.0
 ANSWER_S = 10.0
 
 
-def counters(client: Client, names: tuple[str, ...] = COUNTERS) -> tuple[float, ...]:
-    """The counters of these names; empty where the server has none or does not answer."""
+def metrics(client: Client) -> list[str]:
+    """The lines of a server's metrics; none where it does not answer."""
     try:
-        lines = client.text("/metrics").splitlines()
+        return client.text("/metrics").splitlines()
     except ClientError:
-        return ()
+        return []
+
+
+def values(lines: list[str], names: str | tuple[str, ...]) -> tuple[float, ...]:
+    """The values of the metrics whose lines begin so."""
     wanted = [line for line in lines if line.startswith(names) and "_created" not in line]
     return tuple(float(line.rpartition(" ")[2]) for line in wanted)
+
+
+def counters(client: Client, names: tuple[str, ...] = COUNTERS) -> tuple[float, ...]:
+    """The counters of these names; empty where the server has none or does not answer."""
+    return values(metrics(client), names)
 
 
 def answers(client: Client) -> bool:

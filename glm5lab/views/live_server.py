@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from glm5lab.serving.client import Client, ClientError
-from glm5lab.serving.watch import counters
+from glm5lab.serving.watch import counters, metrics, values
 from glm5lab.views.live import LIVE_WIDTH, show
 
 if TYPE_CHECKING:
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 Sample = tuple[float, float]  # seconds since the first, tokens processed
 EVERY_S = 0.25
 COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
-GAUGES = {
-    "running": "vllm:num_requests_running",
-    "waiting": "vllm:num_requests_waiting",
-    "cache": "vllm:kv_cache_usage_perc",
-}
+# Requests that run, those that wait, and how full the cache is.
+GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 PERSON, MODEL = "#0072B2", "#009E73"
 
 
@@ -33,10 +30,11 @@ def tokens(client: Client) -> float | None:
 
 def load(client: Client) -> str:
     """Requests that run and wait, and how full the cache is; "" where the server does not say."""
-    found = {name: counters(client, (f"{gauge}{{",)) for name, gauge in GAUGES.items()}
-    if not all(found.values()):
+    lines = metrics(client)
+    found = [values(lines, f"{gauge}{{") for gauge in GAUGES]
+    if not all(found):
         return ""
-    running, waiting, cache = (sum(values) for values in found.values())
+    running, waiting, cache = map(sum, found)
     return f"{running:.0f} running, {waiting:.0f} waiting, cache {cache:.1%} full"
 
 

@@ -54,7 +54,7 @@ def _of_run(scan: Scan, run: Run) -> Diagnosis:
         best = min(causes, key=lambda e: (-_weight(scan, run, e), _doubt(e), e.number))
         if stood := waited_for(scan, run, best):
             return stood
-        lost = best.role == "weak" and best.rule is not None and best.rule.layer == "distributed"
+        lost = best.role == "weak" and best.layer == "distributed"
         return (vanished(scan, run, fatal) if lost else None) or _failure(scan, run, best)
     if fatal:
         return vanished(scan, run, fatal) or _failure(scan, run, fatal[0])
@@ -209,11 +209,8 @@ def _unfailed(scan: Scan, run: Run) -> Diagnosis:
 
 def _client_s(run: Run, event: Event) -> bool:
     """A request that was turned away (no key, no valid message) while others succeed."""
-    rule = event.rule
-    if rule is None or rule.layer != "server":
+    if event.layer != "server":
         return False
-    return (
-        run.posts > 0
-        if rule.id == "unauthorized"
-        else rule.role != "degraded" and run.posts > event.number
-    )
+    if event.key == "unauthorized":
+        return run.posts > 0
+    return event.role != "degraded" and run.posts > event.number
