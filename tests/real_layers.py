@@ -13,15 +13,13 @@ import json
 import os
 import resource
 import sys
-import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from packed import numbers, random_blocks
+from packed import numbers, random_blocks, relative_error
 from torch.nn import functional
 
 from glm5lab.architecture import FULL, Glm5Architecture
@@ -35,12 +33,12 @@ from glm5lab.gguf.sample_tokenizer import sample_vocabulary
 from glm5lab.gguf.shapes import tensor_shapes
 from glm5lab.gguf.tensors import Tensor, type_sizes
 from glm5lab.gguf.writing import SparseTensor, write_sparse_files
+from glm5lab.kernel_bench.gguf_weights import plain_read
 
 PERIOD = 509
 DENSE, EXPERTS = 0, 1  # layers
 TOKENS = (8, 128)
 GAP = 2e-3  # between the last expert that is chosen and the next one, of tokens that are compared
-PIECE = 16 << 20
 
 
 def architecture(**fields: Any) -> Glm5Architecture:
@@ -168,24 +166,7 @@ def errors_of(llm: Any, file: Path, dtype: torch.dtype) -> dict[str, float]:
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert torch.isfinite(found).all()
-    return float((found.double() - expected).norm() / expected.norm())
-
-
-def read_seconds(path: Path, threads: int) -> float:
-    """Seconds in which some threads read a file into 16 MiB each."""
-    buffers = [bytearray(PIECE) for _ in range(threads)]
-    descriptor = os.open(path, os.O_RDONLY)
-    size = os.fstat(descriptor).st_size
-
-    def read(number: int) -> None:
-        for start in range(number * PIECE, size, threads * PIECE):
-            os.preadv(descriptor, [buffers[number]], start)
-
-    began = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, range(threads)))
-    os.close(descriptor)
-    return time.perf_counter() - began
+    return relative_error(found, expected)
 
 
 def watch_loading(figures: dict[str, Any]) -> None:
@@ -214,7 +195,7 @@ def main(folder: Path, arch: Glm5Architecture, options: dict[str, Any]) -> dict[
     """Write, load, compare."""
     file = next(folder.glob("layers.gguf"), None) or write_layers(folder, arch)
     figures: dict[str, Any] = {"file_bytes": file.stat().st_size}
-    read_seconds(file, 1)  # into the page cache, should it not be there
+    plain_read(file, 1)  # into the page cache, should it not be there
     for earlier in folder.glob("load*.json"):
         earlier.unlink()
     os.environ["GLM5LAB_LOAD_REPORT"] = str(folder / "load.json")
@@ -222,7 +203,7 @@ def main(folder: Path, arch: Glm5Architecture, options: dict[str, Any]) -> dict[
     from vllm import LLM
 
     llm = LLM(model=str(file), **options)
-    figures["read_s"] = {threads: read_seconds(file, threads) for threads in (1, 4)}
+    figures["read_s"] = {threads: plain_read(file, threads) for threads in (1, 4)}
     loads = [json.loads(path.read_text()) for path in sorted(folder.glob("load*.json"))]
     for name in ("bytes_read", "seconds", "parameter_bytes"):
         figures[name] = [load[name] for load in loads]

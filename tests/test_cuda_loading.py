@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loader_ranks import wide_sample
+from children import printed
+from test_loader_ranks import KINDS, wide_sample
 from test_placement import by_layer, loaded_by_parameter
 
 from glm5lab.gguf.config import hf_config
@@ -33,16 +34,8 @@ SERVE = Path(__file__).parent / "vllm_serve_config.py"
 
 def planned(file: Path, tp: int = 1, rank: int = 0, ep: int = 0, **options: Any) -> dict[str, Any]:
     """What `vllm_cuda_plan.py` prints."""
-    child = subprocess.run(
-        [sys.executable, CHILD, file, *map(str, (tp, rank, ep)), json.dumps(options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = [line for line in child.stdout.splitlines() if line.startswith("PLAN ")]
-    assert lines, (child.stdout + child.stderr)[-4000:]
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("PLAN "))
+    arguments = [CHILD, file, tp, rank, ep, json.dumps(options)]
+    found, _ = printed("PLAN", arguments, {"OMP_NUM_THREADS": "1"})
     found["boxes"] = {name: list(map(tuple, b)) for name, b in found["boxes"].items()}
     return found
 
@@ -123,7 +116,7 @@ def test_the_prediction_block_takes_blocks_too(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ep", [0, 1])
-@pytest.mark.parametrize("kind", ["mix", "q8_0", "q2_k", "iq4_xs", "q4_k_m"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_gpus_take_everything_between_them(kind, ep, tmp_path):
     file = wide_sample(tmp_path, kind, width=256)  # slices of experts cut blocks
     ranks = [planned(file, 2, rank, ep) for rank in range(2)]

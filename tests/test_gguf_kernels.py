@@ -295,8 +295,7 @@ def test_what_is_measured_is_what_is_compared(stand_in, monkeypatch):
     sizes = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 12, "TOP_K": 3, "HEADS": 512, "CHECKED": 32}
     for name, value in sizes.items():
         monkeypatch.setattr(gguf_weights, name, value)
-    for name in ("EXPERT_TOKENS", "LINEAR_TOKENS"):
-        monkeypatch.setattr(gguf_weights, name, (1, 7, 70))
+    monkeypatch.setattr(gguf_weights, "TOKENS", (1, 7, 70))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     for name in ("randn", "rand", "randint", "tensor"):
         original = getattr(torch, name)

@@ -14,7 +14,7 @@ from typing import Any
 import broken_headers
 import numpy as np
 import pytest
-from test_loader_ranks import wide_sample
+from test_loader_ranks import KINDS, wide_sample
 
 from glm5lab.gguf.reader import open_gguf
 from glm5lab.gguf.sample import write_sample
@@ -123,7 +123,7 @@ def test_two_ranks_say_what_one_says(sample, request, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mix", "q8_0", "q2_k", "iq4_xs", "q4_k_m"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_say_what_numbers_say_on_one_rank_and_on_two(kind, tmp_path):
     """Tensor parallel and expert parallel; GGUF blocks are dequantized for each product here."""
     file = wide_sample(tmp_path, kind, width=256)  # slices of experts cut blocks

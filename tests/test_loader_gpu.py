@@ -6,9 +6,6 @@ activations to 8 bits besides; and two GPUs as far from one.
 """
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from check_prompts import prompts_of
+from children import printed
 from packed import random_quantizer
 from test_loader_engine import ENGINE
-from test_loader_ranks import wide_sample
+from test_loader_layers import SETTINGS as GPU
+from test_loader_ranks import KINDS, wide_sample
 
 from glm5lab.check.f32_gguf import write_float32
 from glm5lab.check.run import LazyHf
@@ -27,14 +26,8 @@ from glm5lab.gguf.reader import open_gguf
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 SPREADS = 4.0
-KINDS = ("q8_0", "q4_k_m", "q2_k", "iq4_xs", "mix")
 # Prompts shorter than the top-k of 16: no near-tie can flip among selected rows.
 LENGTHS = [8, 12, 15]
-GPU = {
-    "GLM5LAB_INDEXER": "triton",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
 # A small part of the GPU each: several engines at once.
 SETTINGS = {
     **{"dtype": "bfloat16", "attention_backend": "TRITON_MLA_SPARSE", "max_logprobs": -1},
@@ -47,16 +40,8 @@ def rows_of(file: Path, **options: object) -> np.ndarray:
     code = ENGINE.replace("logprobs=8", "logprobs=-1").replace(
         "(range(3, 15), range(40, 80))", repr([list(case.prompt) for case in prompts(file)])
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code, file, json.dumps(SETTINGS | options)],
-        env={**os.environ, **GPU},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    lines = [line for line in child.stdout.splitlines() if line.startswith("SCORES ")]
-    assert lines, (child.stdout + child.stderr)[-4000:]
-    rows = json.loads(lines[0].removeprefix("SCORES "))
+    arguments = ["-c", code, file, json.dumps(SETTINGS | options)]
+    rows, _ = printed("SCORES", arguments, GPU, timeout=500)
     return np.array([[row[str(token)] for token in range(len(row))] for row in rows])
 
 

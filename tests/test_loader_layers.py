@@ -4,13 +4,11 @@ On a GPU at GLM-5's real sizes (256 experts of 6144 x 2048), on a CPU at small o
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import printed
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -36,16 +34,8 @@ LARGEST = 256 * 6144 * 2048 // 256 * 210  # the stack of down projections, in Q6
 
 def figures(folder: Path, sizes: dict[str, int], **options: Any) -> dict[str, Any]:
     """What `real_layers.py` prints."""
-    child = subprocess.run(
-        [sys.executable, CHILD, folder, json.dumps(sizes), json.dumps(ENGINE | options)],
-        env=os.environ | SETTINGS,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = [line for line in child.stdout.splitlines() if line.startswith("FIGURES ")]
-    assert lines, (child.stdout + child.stderr)[-4000:]
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("FIGURES "))
+    arguments = [CHILD, folder, json.dumps(sizes), json.dumps(ENGINE | options)]
+    found, _ = printed("FIGURES", arguments, SETTINGS)
     print("FIGURES", json.dumps(found))
     return found
 

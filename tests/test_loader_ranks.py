@@ -1,7 +1,6 @@
 """Layer 2: what single ranks load, against vLLM's own weight loaders; what they took together."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from children import printed
 from rewrite import Tensors, rewrite
 
 from glm5lab.architecture import Glm5Architecture
@@ -28,19 +28,10 @@ def loaded(
     file: Path, tp: int = 1, pp: int = 1, rank: int = 0, ep: int = 0, **options: Any
 ) -> dict[str, Any]:
     """What `vllm_load.py` prints for one rank."""
-    child = subprocess.run(
-        [sys.executable, CHILD, file, *map(str, (tp, pp, rank, ep)), json.dumps(options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = [line for line in child.stdout.splitlines() if line.startswith("TAKEN ")]
-    assert lines, (child.stdout + child.stderr)[-4000:]
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("TAKEN "))
+    arguments = [CHILD, file, tp, pp, rank, ep, json.dumps(options)]
+    found, log = printed("TAKEN", arguments, {"OMP_NUM_THREADS": "1"})
     found["boxes"] = {name: list(map(tuple, b)) for name, b in found["boxes"].items()}
-    found["log"] = child.stdout + child.stderr
-    return found
+    return found | {"log": log}
 
 
 def problems(file: Path, *ranks: dict[str, Any]) -> list[str]:

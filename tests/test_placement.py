@@ -1,14 +1,11 @@
 """Layer 1: which rank holds how many bytes, against what vLLM allocates."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from children import printed
 
 from glm5lab.errors import InputError
 from glm5lab.gguf.config import hf_config
@@ -41,16 +38,8 @@ LLM(model=sys.argv[1], dtype=sys.argv[2], enforce_eager=True, max_model_len=64, 
 
 def sizes_from(*command):
     """Parameter bytes that a child prints."""
-    child = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = [line for line in child.stdout.splitlines() if line.startswith("SIZES ")]
-    assert lines, (child.stdout + child.stderr)[-4000:]
-    return json.loads(lines[0].removeprefix("SIZES "))
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    return printed("SIZES", command, env)[0]
 
 
 def loaded_by_parameter(config, table):

@@ -126,10 +126,10 @@ def margins(first: int, columns: int, block: int) -> tuple[int, int]:
 @cache
 def widest_share(columns: int, ranks: int, block: int) -> int:
     """Columns of the blocks that a rank's share of a row lies in, on the rank with most of them."""
-    share = -(-columns // ranks)
-    return max(
-        min(share, columns - first) + sum(margins(first, min(share, columns - first), block))
-        for first in range(0, max(1, columns), max(1, share))
+    share = max(1, -(-columns // ranks))
+    return block * max(
+        -(-min(first + share, columns) // block) - first // block
+        for first in range(0, max(1, columns), share)
     )
 
 

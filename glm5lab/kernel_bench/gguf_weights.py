@@ -25,7 +25,7 @@ from glm5lab.gguf.parts import whole
 from glm5lab.gguf.tensors import Tensor, type_sizes
 from glm5lab.kernel_bench.timing import Row, copy_rate, measure, relative
 from glm5lab.loading.destinations import Copy
-from glm5lab.loading.streaming import PIECE_BYTES, Streamer
+from glm5lab.loading.streaming import MOST_THREADS, PIECE_BYTES, Streamer
 from glm5lab.vllm_plugin.gguf_kernels import (
     FEW_EXPERT_TOKENS,
     Routing,
@@ -35,9 +35,7 @@ from glm5lab.vllm_plugin.gguf_kernels import (
 )
 
 KINDS = ("Q4_K", "Q6_K", "IQ4_XS", "Q8_0")
-LINEAR_TOKENS = (1, 8, 16, 32, 64, 1024)
-EXPERT_TOKENS = (1, 8, 16, 32, 64, 1024)
-READERS = 4
+TOKENS = (1, 8, 16, 32, 64, 1024)
 HIDDEN, WIDTH, EXPERTS, TOP_K, HEADS = 6144, 2048, 256, 8, 64 * 256
 SETS = 3  # of weights: together more than the caches hold
 CHECKED = 256  # rows of a result that are compared with float64
@@ -88,7 +86,7 @@ def linear(kind: str, rate: float) -> Iterator[Row]:
     packed = [blocks(kind, HIDDEN, HEADS) for _ in range(SETS)]
     plain = [dequantize(weight, number, torch.bfloat16) for weight in packed]
     some = dequantize(packed[0][:CHECKED], number, torch.float32).double()
-    for tokens in LINEAR_TOKENS:
+    for tokens in TOKENS:
         x = torch.randn(tokens, HEADS, device="cuda", dtype=torch.bfloat16)
         expected = x.double() @ some.T
 
@@ -118,8 +116,7 @@ def _stack(
 ) -> Iterator[Row]:
     """One stack of experts; `shared` as for `gguf_kernels.expert_matmul`."""
     number, packed = type_number(kind), blocks(kind, EXPERTS, rows, columns)
-    most = FEW_EXPERT_TOKENS
-    for tokens in EXPERT_TOKENS:
+    for tokens in TOKENS:
         choices = [_choices(tokens) for _ in range(SETS)]
         routes = [Routing(ids, EXPERTS, None) for ids in choices]
         height = tokens if shared else tokens * TOP_K
@@ -127,12 +124,15 @@ def _stack(
         expected = _first_pairs(x, packed, number, choices[0], shared)
 
         def product(
-            i: int, x: torch.Tensor = x, routes: Sequence[Routing] = routes, few: int = most
+            i: int,
+            x: torch.Tensor = x,
+            routes: Sequence[Routing] = routes,
+            few: int = FEW_EXPERT_TOKENS,
         ) -> torch.Tensor:
             return expert_matmul(x, packed, number, routes[i], shared, few)
 
         forms: dict[str, Callable[[int], torch.Tensor]] = {"GGUF blocks": product}
-        if kind in MMQ and 1 < tokens <= most:
+        if kind in MMQ and 1 < tokens <= FEW_EXPERT_TOKENS:
             forms["sorted by expert"] = partial(product, few=0)
 
         def error(got: torch.Tensor, expected: torch.Tensor = expected) -> float:
@@ -180,8 +180,8 @@ def bench_loading(folder: Path | None = None) -> dict[str, float]:
         parameter = torch.empty(EXPERTS, 2 * WIDTH, width, dtype=torch.uint8, device="cuda")
         seconds: dict[str, list[float]] = {"read": [], "read_together": [], "load": []}
         for _ in range(4):  # the first round warms the page cache and the pinned buffers
-            seconds["read"].append(_plain_read(path, 1))
-            seconds["read_together"].append(_plain_read(path, READERS))
+            seconds["read"].append(plain_read(path, 1))
+            seconds["read_together"].append(plain_read(path, MOST_THREADS))
             began = time.perf_counter()
             with PartReader() as reader:
                 copy = Copy("experts", whole(tensor), packed=True)
@@ -198,7 +198,7 @@ def bench_loading(folder: Path | None = None) -> dict[str, float]:
     }
 
 
-def _plain_read(path: Path, threads: int) -> float:
+def plain_read(path: Path, threads: int) -> float:
     """Seconds in which some threads read a file into buffers of 16 MiB."""
     buffers = [bytearray(PIECE_BYTES) for _ in range(threads)]
     descriptor = os.open(path, os.O_RDONLY)

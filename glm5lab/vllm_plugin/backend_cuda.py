@@ -119,6 +119,7 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
         self.looks_up_pages = (
             kv_cache_dtype != "fp8_ds_mla"
             and num_heads <= MOST_HEADS_LOOKED_UP
+            and self.dcp_world_size == 1
             and get_current_vllm_config().attention_config.hisparse_config is None
         )
         # A model without a rotary part keeps fp8_ds_mla's rotary columns at zero, so zeros extend
@@ -139,7 +140,7 @@ class TritonMLASparseImpl(SparseMLACommonImpl[TritonMLASparseMetadata]):
         Returns:
             [T, H, latent], and the LSE [T, H] or None.
         """
-        if not self.looks_up_pages or self.dcp_world_size > 1:
+        if not self.looks_up_pages:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         assert self.topk_indices_buffer is not None
         tokens = len(q[0] if isinstance(q, tuple) else q)

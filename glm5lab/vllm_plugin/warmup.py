@@ -62,7 +62,7 @@ def attend(layer: Any, most: int) -> None:
     request = torch.zeros(most, dtype=torch.int32, device=device)
     for tokens in token_counts(most):
         q = (nope[:tokens], rope[:tokens])
-        if impl.looks_up_pages and impl.dcp_world_size == 1:
+        if impl.looks_up_pages:
             impl.attend(q, layer.kv_cache, slots[:tokens], table=(pages, request[:tokens]))
             continue
         impl._forward_mqa_kernel(
