@@ -77,11 +77,13 @@ def test_multi_token_prediction_is_loaded_when_asked_for(tmp_path):
     assert not any(name.startswith("blk.4.") for name in model["tensors"])
 
 
-def wide_sample(folder: Path, types: str, width: int = 512, experts: int = 12) -> Path:
+def wide_sample(
+    folder: Path, types: str, width: int = 512, experts: int = 12, **sizes: Any
+) -> Path:
     """A sample whose experts' rows hold several blocks of 256, two of them for two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         tiny = Glm5Architecture.tiny
-        sizes: dict[str, Any] = {"moe_intermediate_size": width, "n_routed_experts": experts}
+        sizes |= {"moe_intermediate_size": width, "n_routed_experts": experts}
         patch.setattr(Glm5Architecture, "tiny", lambda kind: replace(tiny(kind), **sizes))
         return write_sample(folder, types=types)
 
