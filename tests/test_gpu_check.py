@@ -1,22 +1,17 @@
 """What `glm5lab backends` compares and when it fails; the engines themselves need a GPU."""
 
 import json
-import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from glm5lab.errors import CheckError
-from glm5lab.gpu_check import answers, cases, soak
-from glm5lab.gpu_check.child import prompt, wait_for_turn
+from glm5lab.gpu_check import answers, cases
+from glm5lab.gpu_check.child import prompt
 from glm5lab.gpu_check.compare import difference, differences, pooled_mean
 from glm5lab.gpu_check.model import architecture, config_of, shapes_of, write_model
-from glm5lab.gpu_check.run import Turns, dealt
+from glm5lab.gpu_check.run import dealt
 
 
 def answer(prompt_values, tokens, logprobs):
@@ -112,36 +107,6 @@ def test_every_comparison_names_cases_and_a_native_one():
     assert [case.name for case in answers.chosen(["ours"])] == ["ours"]
 
 
-def test_a_soak_fails_on_other_tokens_and_on_rising_memory():
-    good = {"answers": 80, "equal": 70, "mean": 0.04, "worst": 0.2}
-    flat = {"same": True, "memory_mib": [10, 90, 100, 100, 100, 100], "among": good}
-    assert not soak.wrong(flat)
-    rising = flat | {"memory_mib": [10, 20, 30, 40, 50, 60]}
-    assert soak.wrong(rising) == ["soak: memory rises from 40 to 60 MiB"]
-    assert soak.wrong(flat | {"same": False}) == [
-        "soak: the fixed sample got other tokens afterwards"
-    ]
-    for bad in ({"mean": 0.08}, {"worst": 0.6}):
-        (line,) = soak.wrong(flat | {"among": good | bad})
-        assert line.startswith("soak: answers among other requests have log-probabilities")
-
-
-def test_an_answer_among_others_is_judged_by_what_its_tokens_have_alone(monkeypatch):
-    logprobs = {7: -0.5, 8: -1.0}
-    monkeypatch.setattr(soak, "sample_prompts", lambda: [[1, 2], [3]])
-
-    def alone(engine, tokens, new, **options):
-        steps = [{token: SimpleNamespace(logprob=logprobs.get(token))} for token in tokens]
-        return SimpleNamespace(prompt_logprobs=steps)
-
-    monkeypatch.setattr(soak, "alone", alone)
-    near, far = soak.Answer(0, (7, 8), [-0.5, -1.2]), soak.Answer(1, (8, 8), [-2.0, -3.0])
-    found = soak.judged(None, [(7, 8), (7, 7)], [near, far, near])
-    assert (found["answers"], found["equal"]) == (3, 2)
-    assert found["worst"] == pytest.approx(1.5)
-    assert found["mean"] == pytest.approx((0.1 + 1.5 + 0.1) / 3)
-
-
 def test_the_model_has_real_attention_and_a_folder_is_taken_as_it_is(tmp_path):
     arch = architecture("share")
     assert (arch.num_attention_heads, arch.latent_dim, arch.index_topk) == (8, 576, 2048)
@@ -167,32 +132,6 @@ def test_cases_for_more_gpus_than_there_are_are_named_and_left_out():
     assert len(kept) + len(lines) == len(cases.CASES)
     assert "ours tp 2: left out, it takes 2 GPUs and there are 1" in lines
     assert answers.fitting(cases.CASES, 2, lines.append) == list(cases.CASES)
-
-
-def test_engines_answer_one_after_the_other_once_all_have_started(tmp_path):
-    turns = Turns(tmp_path / "turns", [case("a"), case("b"), case("dead")])
-    started, late, active, seen = [], threading.Event(), [], []
-
-    def engine(name):
-        if name == "dead":
-            raise CheckError("it never started")
-        if name == "b":
-            late.wait(30)
-        started.append(name)
-        with wait_for_turn(turns.folder, name):
-            active.append(name)
-            seen.append((list(active), len(started)))
-            time.sleep(0.05)
-            active.remove(name)
-
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(engine, name) for name in ("a", "b", "dead")]
-        go = pool.submit(turns.start, jobs)
-        time.sleep(0.2)
-        assert not go.done()
-        assert seen == []
-        late.set()
-    assert sorted(seen) == [(["a"], 2), (["b"], 2)]
 
 
 def case(name):
@@ -253,56 +192,3 @@ def test_flash_has_rows_without_a_rotary_part_and_pools_of_keys():
     assert shapes[f"{prefix}kv_a_proj_with_mqa.weight"] == (512, arch.hidden_size)
     assert shapes[f"{prefix}indexer.index_kpool_compress_gate"] == (128, arch.hidden_size)
     assert not any(".layers.4." in name for name in shapes)
-
-
-class Engine:
-    """Answers every request with its prompt's first tokens, a token a step; some at a time."""
-
-    def __init__(self):
-        self.requests: dict[str, Any] = {}
-
-    def add_request(self, name, prompt, sampling):
-        tokens = prompt["prompt_token_ids"] * sampling.max_tokens
-        self.requests[name] = [tokens[: sampling.max_tokens], 0, prompt["prompt_token_ids"]]
-
-    def abort_request(self, names):
-        for name in names:
-            del self.requests[name]
-
-    def has_unfinished_requests(self):
-        return bool(self.requests)
-
-    def step(self):
-        outputs = []
-        for name in list(self.requests)[:64]:
-            tokens, made, prompt = self.requests[name]
-            self.requests[name][1] = made + 1
-            steps = [{t: SimpleNamespace(logprob=-1.0)} for t in tokens[: made + 1]]
-            one = SimpleNamespace(token_ids=tokens[: made + 1], logprobs=steps)
-            asked = [{t: SimpleNamespace(logprob=-1.0)} for t in prompt]
-            done = made + 1 == len(tokens)
-            outputs.append(
-                SimpleNamespace(
-                    request_id=name, finished=done, outputs=[one], prompt_logprobs=asked
-                )
-            )
-            if done:
-                del self.requests[name]
-        return outputs
-
-
-def test_a_soak_sends_aborts_and_answers_its_sample_among_others(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 20)
-    monkeypatch.setattr(soak, "LONGEST", 50)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    found = soak.soak(SimpleNamespace(llm_engine=Engine()), 300, 0.0)
-    assert found["sent"] >= 300
-    assert 0 < found["aborted"] == found["sent"] - found["finished"]
-    assert found["same"]
-    assert found["among"]["answers"] == found["among"]["equal"] >= soak.SAMPLE * 8
-    assert (found["among"]["mean"], found["among"]["worst"]) == (0, 0)
-    assert found["memory_mib"] == [5] * len(found["memory_mib"])
-    assert len(found["memory_mib"]) >= 10
-    assert soak.wrong(found) == []

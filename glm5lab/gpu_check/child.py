@@ -3,16 +3,17 @@
 The case names a model folder, options of vllm.LLM and prompts; the answers go to OUT.json.
 """
 
-import fcntl
 import json
 import os
 import random
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from glm5lab.gpu_check.cases import HF
+from glm5lab.gpu_check.turns import Turn
 
 VOCABULARY = 16384
 
@@ -86,39 +87,10 @@ def refereed(case: dict[str, Any]) -> dict[str, Any]:
     return {"started_s": ready - started, "alone": answers, "seconds": seconds}
 
 
-def wait_for_turn(folder: Path, name: str) -> TextIO:
-    """Wait until every engine has started, then until it is this one's turn.
-
-    Args:
-        folder: shared by the engines; NAME.ready says that one has started, `go` that all have.
-        name: of this engine.
-
-    Returns:
-        The lock: the turn lasts until it is closed.
-    """
-    parent = os.getppid()
-    (folder / f"{name}.ready").touch()
-    while not (folder / "go").exists():
-        if os.getppid() != parent:
-            raise SystemExit("the program that started this engine has ended")
-        time.sleep(0.05)
-    lock = (folder / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
-
-
-def main(case_file: str, out_file: str) -> None:
-    """Run a case: every prompt alone, then all together, then what it asks for further."""
-    case = json.loads(Path(case_file).read_text())
-    started = time.perf_counter()
-    if case["backend"] == HF:
-        Path(out_file).write_text(json.dumps(refereed(case)))
-        return
-    llm = engine(case)
-    result: dict[str, Any] = {"started_s": time.perf_counter() - started}
-    turn = wait_for_turn(Path(case["turns"]), case["name"]) if case.get("turns") else None
+def answers(llm: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """Every prompt alone, then what the case asks for: together, again, and after a sleep."""
     prompts = [prompt(length) for length in case["lengths"]]
-    result["alone"] = [answer(llm, [tokens], case)[0] for tokens in prompts]
+    result: dict[str, Any] = {"alone": [answer(llm, [tokens], case)[0] for tokens in prompts]}
     if case.get("together"):
         result["together"] = answer(llm, prompts, case)
     if case.get("again"):
@@ -130,16 +102,33 @@ def main(case_file: str, out_file: str) -> None:
         llm.sleep(level=1)
         llm.wake_up()
         result["awake"] = [answer(llm, [tokens], case)[0] for tokens in prompts]
+    return result
+
+
+def main(case_file: str, out_file: str) -> None:
+    """Run a case: its answers, then what it measures; in turns, where it names their folder."""
+    case = json.loads(Path(case_file).read_text())
+    started = time.perf_counter()
+    if case["backend"] == HF:
+        Path(out_file).write_text(json.dumps(refereed(case)))
+        return
+    turn = Turn(Path(case["turns"]), case["name"]) if case.get("turns") else None
+    llm = engine(case)
+    result: dict[str, Any] = {"started_s": time.perf_counter() - started}
+    if turn is not None:
+        turn.started()
+    part = turn.part if turn is not None else nullcontext
+    with part():
+        result |= answers(llm, case)
     if case.get("speed"):
         from glm5lab.gpu_check.speed import measure
 
-        result["speed"] = measure(llm, case["speed"])
+        result["speed"] = measure(llm, case["speed"], part)
     if case.get("soak"):
         from glm5lab.gpu_check.soak import soak
 
-        result["soak"] = soak(llm, **case["soak"])
-    if turn is not None:
-        turn.close()
+        with part():
+            result["soak"] = soak(llm, **case["soak"])
     result["seconds"] = time.perf_counter() - started
     Path(out_file).write_text(json.dumps(result))
 

@@ -3,12 +3,10 @@
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,9 @@ from typing import Any
 
 from glm5lab.env import child_environment, find_gpus
 from glm5lab.gpu_check.cases import HF, LENGTHS, EngineCase
+from glm5lab.gpu_check.turns import Turns
 
+CHILD = ("-m", "glm5lab.gpu_check.child")  # what Python runs
 COMPILED = "during inference"  # vLLM's JIT monitor, after the server is ready
 
 
@@ -37,11 +37,11 @@ def run_cases(
         models: kind -> folder.
         out: folder for cases, answers and logs.
         at_once: children side by side; those for one GPU are dealt out to all there are.
-        timeout_s: seconds a child may take; in turns, each of those that it waits for as well.
+        timeout_s: seconds a child may take; in turns, to start, and again for what it measures.
         extra: further entries of every case file, such as "speed".
         echo: where lines go.
-        in_turns: `at_once` children start side by side, and when all of them have, they answer one
-            after the other; then the next ones.
+        in_turns: `at_once` children start side by side, and when all of them have, they measure in
+            turns, see `Turns`; then the next ones.
     """
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
@@ -49,25 +49,25 @@ def run_cases(
     size = at_once if in_turns else max(len(cases), 1)
     for first in range(0, len(cases), size):
         group = cases[first : first + size]
-        turns = Turns(out / f"turns-{first}", group) if in_turns else None
-        limit = timeout_s * (len(group) if in_turns else 1)
         with ThreadPoolExecutor(at_once) as pool, Children() as children:
+            folder = out / f"turns-{first}" if in_turns else None
+            turns = Turns(folder, timeout_s, children.stop) if folder else None
             jobs = {
                 case.name: pool.submit(
                     run_case,
                     replace(case, env=gpus[case.name] | case.env),
                     models[case.kind],
                     out,
-                    limit,
+                    None if folder else timeout_s,
                     extra or {},
                     children,
-                    turns,
+                    folder,
                 )
                 for case in group
             }
             try:
                 if turns is not None:
-                    turns.start(list(jobs.values()))
+                    turns.deal({stem(case): jobs[case.name] for case in group})
                 for name, job in jobs.items():
                     found[name] = job.result()
                     echo(f"{name}: {found[name].get('error', 'done')}")
@@ -107,59 +107,37 @@ class Children:
     """Running children, each with a session of its own; those left at the end are killed."""
 
     def __init__(self) -> None:
-        self.running: set[subprocess.Popen[bytes]] = set()
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "Children":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in list(self.running):
+        for name in list(self.running):
+            self.stop(name)
+
+    def stop(self, name: str) -> None:
+        """Kill the child of a name, if it runs."""
+        child = self.running.get(name)
+        if child is not None:
             kill(child)
 
-    def wait(self, child: subprocess.Popen[bytes], timeout_s: float) -> int:
-        """Its exit status; after so many seconds it is killed."""
-        self.running.add(child)
+    def wait(self, name: str, child: subprocess.Popen[bytes], timeout_s: float | None) -> int:
+        """Its exit status; after so many seconds, if any are given, it is killed."""
+        self.running[name] = child
         try:
             return child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             kill(child)
             return child.wait()
         finally:
-            self.running.discard(child)
+            del self.running[name]
 
 
 def kill(child: subprocess.Popen[bytes]) -> None:
     """Kill a child's session, if it is still there."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, 9)
-
-
-class Turns:
-    """Engines that start side by side and answer one after the other.
-
-    Args:
-        folder: for `child.wait_for_turn`; emptied.
-        cases: one engine each.
-    """
-
-    def __init__(self, folder: Path, cases: Sequence[EngineCase]) -> None:
-        self.folder = folder
-        self.names = [stem(case) for case in cases]
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-
-    def start(self, jobs: Sequence[Future[Any]]) -> None:
-        """Let the engines answer as soon as each of them has started, or failed.
-
-        Args:
-            jobs: what runs the engines, in the cases' order.
-        """
-        while not all(
-            job.done() or (self.folder / f"{name}.ready").exists()
-            for name, job in zip(self.names, jobs, strict=True)
-        ):
-            time.sleep(0.05)
-        (self.folder / "go").touch()
 
 
 def stem(case: EngineCase) -> str:
@@ -171,10 +149,10 @@ def run_case(
     case: EngineCase,
     model: Path,
     out: Path,
-    timeout_s: float,
+    timeout_s: float | None,
     extra: dict[str, Any],
     children: Children,
-    turns: Turns | None = None,
+    turns: Path | None = None,
 ) -> dict[str, Any]:
     """One child's answers, or {"error": its last lines}; see `run_cases`."""
     files = out / stem(case)
@@ -191,11 +169,11 @@ def run_case(
         "again": case.again,
         "sleeps": case.sleeps,
         "name": stem(case),
-        "turns": str(turns.folder) if turns is not None else None,
+        "turns": str(turns) if turns is not None else None,
     }
     case_file, answers, log = (files.with_suffix(s) for s in (".case", ".json", ".log"))
     case_file.write_text(json.dumps(document | extra))
-    command = [sys.executable, "-m", "glm5lab.gpu_check.child", str(case_file), str(answers)]
+    command = [sys.executable, *CHILD, str(case_file), str(answers)]
     with log.open("w") as stream:
         child = subprocess.Popen(
             command,
@@ -204,7 +182,7 @@ def run_case(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        status = children.wait(child, timeout_s)
+        status = children.wait(stem(case), child, timeout_s)
     lines = log.read_text().splitlines()
     if status or not answers.is_file():
         return {"error": f"exit {status}, see {log}: " + " | ".join(lines[-3:])}

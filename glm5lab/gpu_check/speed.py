@@ -1,36 +1,50 @@
 """Time per output token and time to first token of a running engine, step by step."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median_low
 from typing import Any
 
 from glm5lab.gpu_check.child import prompt
 
 
-def measure(llm: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Medians over rounds, beside every round.
+def measure(
+    llm: Any,
+    wanted: dict[str, Any],
+    part: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> dict[str, Any]:
+    """Medians over rounds, beside every round; each entry of a list is a part.
 
     Args:
         llm: a running vllm.LLM.
         wanted: "requests" (how many at once), "context" (tokens of their prompts), "steps" (decode
             steps a round), "rounds", and "first": for the time to the first token a list of
             "length" (tokens of a prompt), "warm" (prompts before those that count), "rounds".
+            Entries for the same number or length join their rounds.
+        part: a part is measured within one of these, which may wait for other engines.
 
     Returns:
         "ms_per_token": requests -> ms of a decode step; "first_ms": length -> ms.
     """
-    found: dict[str, Any] = {"ms_per_token": {}, "first_ms": {}}
-    rounds = wanted["rounds"]
+    engine, rounds = llm.llm_engine, wanted["rounds"]
+    steps: dict[str, list[float]] = {}
+    first: dict[str, list[float]] = {}
     for count in wanted["requests"]:
-        times = step_ms(llm.llm_engine, count, wanted["context"], wanted["steps"], rounds)
-        found["ms_per_token"][str(count)] = {"rounds": times, "median": median_low(times)}
-    for first in wanted["first"]:
-        length, warm = first["length"], first["warm"]
-        seeds = range(warm + first["rounds"])
-        times = [first_ms(llm.llm_engine, length, seed) for seed in seeds][warm:]
-        found["first_ms"][str(length)] = {"rounds": times, "median": median_low(times)}
-    return found
+        with part():
+            times = step_ms(engine, count, wanted["context"], wanted["steps"], rounds)
+        steps.setdefault(str(count), []).extend(times)
+    for entry in wanted["first"]:
+        length, warm = entry["length"], entry["warm"]
+        with part():
+            times = [first_ms(engine, length, seed) for seed in range(warm + entry["rounds"])]
+        first.setdefault(str(length), []).extend(times[warm:])
+    return {"ms_per_token": medians(steps), "first_ms": medians(first)}
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, Any]:
+    """All rounds of each entry, and their median."""
+    return {name: {"rounds": t, "median": median_low(t)} for name, t in times.items()}
 
 
 def step_ms(engine: Any, count: int, context: int, steps: int, rounds: int) -> list[float]:
