@@ -11,16 +11,22 @@ from glm5lab.gpu_check import soak
 
 def test_a_soak_fails_on_other_tokens_and_on_rising_memory():
     good = {"answers": 80, "equal": 70, "mean": 0.04, "worst": 0.2}
-    flat = {"same": True, "memory_mib": [10, 90, 100, 100, 100, 100], "among": good}
+    flat = {"same": True, "memory_mib": [[10, 1], [90, 1], [100, 4]], "among": good}
     assert not soak.wrong(flat)
-    rising = flat | {"memory_mib": [10, 20, 30, 40, 50, 60]}
+    rising = flat | {"memory_mib": [[10, 1], [20, 2], [40, 1], [50, 1], [60, 1]]}
     assert soak.wrong(rising) == ["soak: memory rises from 40 to 60 MiB"]
+    assert not soak.wrong(flat | {"memory_mib": [[40, 2], [60, 2]]})
     assert soak.wrong(flat | {"same": False}) == [
         "soak: the fixed sample got other tokens afterwards"
     ]
     for bad in ({"mean": 0.08}, {"worst": 0.6}):
         (line,) = soak.wrong(flat | {"among": good | bad})
         assert line.startswith("soak: answers among other requests have log-probabilities")
+
+
+def test_equal_figures_are_written_as_runs():
+    assert soak.runs([5, 7, 7, 5, 5]) == [[5, 1], [7, 2], [5, 2]]
+    assert soak.runs([]) == []
 
 
 def test_an_answer_among_others_is_judged_by_what_its_tokens_have_alone(monkeypatch):
@@ -51,6 +57,7 @@ def test_a_soak_sends_aborts_and_answers_its_sample_among_others(monkeypatch):
     assert found["same"]
     assert found["among"]["answers"] == found["among"]["equal"] >= soak.SAMPLE * 8
     assert (found["among"]["mean"], found["among"]["worst"]) == (0, 0)
-    assert found["memory_mib"] == [5] * len(found["memory_mib"])
-    assert len(found["memory_mib"]) >= 10
+    ((mib, samples),) = found["memory_mib"]
+    assert mib == 5
+    assert samples >= 10
     assert soak.wrong(found) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from glm5lab.gpu_check.soak import AT_ONCE, MEAN, WORST
 from glm5lab.views.kernel_charts import CASE, remarks, speed_table
 from glm5lab.views.measurements import measurements, origin
 from glm5lab.views.roofline import compile_table
@@ -105,6 +106,25 @@ def answers() -> str:
     return "\n\n".join([said, details("all comparisons", table), *_remarks(measured)])
 
 
+def soak() -> str:
+    """What many requests with random aborts showed, beside the bounds."""
+    measured = measurements("backend_soak")
+    among, memory = measured["among"], measured["memory_mib"]
+    last, flat = memory[-1]
+    samples = sum(count for _, count in memory)
+    after = "the same" if measured["same"] else "others"
+    return (
+        f"- `glm5lab backends soak`: {measured['sent']:,} requests of random lengths, {AT_ONCE} at a "
+        f"time, for {measured['seconds']:.0f} s; {measured['aborted']} were aborted. The fixed "
+        f"sample's tokens were {after} afterwards. Among the requests it was answered "
+        f"{among['answers']:,} times, {among['equal']} of them with the tokens that it has alone: "
+        f"experts near a tie change with the batch. Log-probabilities of those answers are "
+        f"{among['mean']:.3f} from what the same tokens have alone (bound {MEAN}), in the worst "
+        f"answer {among['worst']:.3f} ({WORST}). PyTorch's memory: {last:,} MiB in the last {flat} "
+        f"of {samples} samples, {memory[0][0]:,} at the start. {link('backend_soak')}."
+    )
+
+
 def engine_speed() -> str:
     """Milliseconds a token and to the first one, an engine a row."""
     measured = measurements("backend_speed")
@@ -179,6 +199,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "other-kernels": other_kernels,
     "weights": weights,
     "answers": answers,
+    "soak": soak,
     "engine-speed": engine_speed,
     "compiled": compiled,
     "cpu": cpu,
