@@ -11,7 +11,7 @@ import pytest
 
 from glm5lab import env
 from tools import notebook_pictures, readme
-from tools.readme_tables import TABLES, markdown, number
+from tools.readme_tables import TABLES, markdown, number, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -71,6 +71,21 @@ def test_numbers_and_tables():
         *("0.56", "6.91", "19.9", "150", "4,618"),
     ]
     assert markdown(("a", "b"), [(1, "x")]) == "| a | b |\n| --- | --- |\n| 1 | x |"
+
+
+def test_the_verdict_on_answers_comes_from_the_file():
+    failed = {"a b": {"error": "exit 1, see LOG: in f | [rank0]: ValueError: odd"}, "c": {}}
+    document = {"engines": {"c": {}}, "wrong": [], "unjudged": []}
+    assert verdict(document) == "All that is judged is in bounds."
+    wrong = ["a b: exit 1, see LOG: in f | [rank0]: ValueError: odd"]
+    document = {"engines": failed, "wrong": wrong, "unjudged": ["ours, TP 2"]}
+    assert verdict(document) == (
+        "All that is judged is in bounds. Not judged: ours, TP 2. The engine a b failed: "
+        "ValueError: odd."
+    )
+    document["wrong"] = [*wrong, "ours: mean 0.08, where 'natives' has 0.06"]
+    said = "Beyond a bound: ours: mean 0.08, where 'natives' has 0.06. Not judged: ours, TP 2."
+    assert verdict(document).startswith(said)
 
 
 def test_each_layer_has_an_example_of_15_lines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -100,10 +101,23 @@ def answers() -> str:
         f"Mean distance of log-probabilities over the prompt tokens, in vLLM's engine: ours to "
         f"a native backend {min(ours):.3f} to {max(ours):.3f}, natives to each other or to "
         f"themselves in another mode {min(natives):.3f} to {max(natives):.3f}. "
-        f"{link('backend_answers')}."
+        f"{verdict(measured)} {link('backend_answers')}."
     )
     table = markdown(("compared", "mean"), [(n, f"{value:.4f}") for n, value in mean.items()])
     return "\n\n".join([said, details("all comparisons", table), *_remarks(measured)])
+
+
+def verdict(measured: Json) -> str:
+    """Whether ours is within the bounds, what is beyond them, what was not judged, what failed."""
+    failed = {n: facts["error"] for n, facts in measured["engines"].items() if "error" in facts}
+    beyond = [text for text in measured["wrong"] if text not in map(": ".join, failed.items())]
+    said = f"Beyond a bound: {'; '.join(beyond)}." if beyond else "All that is judged is in bounds."
+    if measured["unjudged"]:
+        said += f" Not judged: {', '.join(measured['unjudged'])}."
+    for name, error in failed.items():
+        last = re.sub(r"^\[rank\d+\]: ", "", error.rpartition(" | ")[2])
+        said += f" The engine {name} failed: {last}."
+    return said
 
 
 def soak() -> str:
@@ -114,8 +128,8 @@ def soak() -> str:
     samples = sum(count for _, count in memory)
     after = "the same" if measured["same"] else "others"
     return (
-        f"- `glm5lab backends soak`: {measured['sent']:,} requests of random lengths, {AT_ONCE} at a "
-        f"time, for {measured['seconds']:.0f} s; {measured['aborted']} were aborted. The fixed "
+        f"- `glm5lab backends soak`: {measured['sent']:,} requests of random lengths, {AT_ONCE} at "
+        f"a time, for {measured['seconds']:.0f} s; {measured['aborted']} were aborted. The fixed "
         f"sample's tokens were {after} afterwards. Among the requests it was answered "
         f"{among['answers']:,} times, {among['equal']} of them with the tokens that it has alone: "
         f"experts near a tie change with the batch. Log-probabilities of those answers are "

@@ -16,6 +16,10 @@ from glm5lab.gguf.sample_weights import centre, hf_shapes, scale
 KINDS = ("full", "share", "flash")
 SEED = 5
 POOL = 16  # keys that GLM-5.3-Flash's indexer scores as one
+DESCRIPTION = (
+    "random weights, 4 layers (2 dense, 2 with 16 experts) and MTP, 8 heads, hidden 6144, top-k "
+    f"2048; GLM-5.3-Flash: the same with rows of 512, keys in pools of {POOL}, no MTP"
+)
 
 
 def architecture(kind: str, layers: int = 4) -> Glm5Architecture:
