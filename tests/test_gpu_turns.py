@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from stepped_engine import Engine
 
-from glm5lab.gpu_check import cases, run, speed, turns
+from glm5lab.gpu_check import cases, child, run, speed, turns
 
 # Starts, measures three parts and answers; one writes into a log when a part begins and ends.
 ENGINE = """
@@ -137,3 +137,22 @@ def test_rounds_of_the_same_entry_are_joined_and_each_entry_is_a_part(monkeypatc
     assert counts == {"ms_per_token": {"1": 6, "4": 3}, "first_ms": {"3": 4, "9": 1}}
     middle = found["first_ms"]["3"]
     assert middle["median"] == sorted(middle["rounds"])[1]
+
+
+def test_an_engine_answers_and_measures_in_parts_of_its_turn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setattr(child, "engine", lambda case: SimpleNamespace(llm_engine=Engine()))
+    monkeypatch.setattr(child, "answer", lambda llm, prompts, case: [len(p) for p in prompts])
+    first = [{"length": 3, "warm": 0, "rounds": 1}]
+    wanted = {"requests": [1, 2], "context": 5, "steps": 2, "rounds": 3, "first": first}
+    given = {"name": "a", "backend": cases.OURS, "turns": str(tmp_path), "lengths": [17]}
+    case, out = tmp_path / "a.case.json", tmp_path / "a.json"
+    case.write_text(json.dumps(given | {"speed": wanted}))
+    for part in range(1, 5):
+        turns.go_file(tmp_path, "a", part).touch()
+    child.main(str(case), str(out))
+    found = json.loads(out.read_text())
+    assert found["alone"] == [17]
+    assert list(found["speed"]["ms_per_token"]) == ["1", "2"]
+    assert all(turns.done_file(tmp_path, "a", part).exists() for part in range(5))
+    assert not turns.done_file(tmp_path, "a", 5).exists()

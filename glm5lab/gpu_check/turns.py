@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PAUSE_S = 0.05  # between two looks at the folder
+PAUSE_S = 0.02  # between two looks at the folder
 
 
 class Turn:
