@@ -4,6 +4,8 @@ On a GPU the kernel is compiled; everywhere it also runs in Triton's CPU interpr
 of its own, since TRITON_INTERPRET is read when triton is imported.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted import run_interpreted
@@ -15,17 +17,21 @@ from glm5lab.kernel_bench.top_k_cases import KINDS, bounds, make_rows, random_sh
 
 
 def compare_triton_with_reference(device, shapes, kinds=KINDS):
-    """Raises where the kernel and the reference differ."""
-    from glm5lab.attention.topk import top_k
+    """Raises where the kernels and the reference differ, whole rows to a program or in parts."""
+    from glm5lab.attention.tiles import INTERPRETER
+    from glm5lab.attention.topk import choose_cut, top_k
 
     for number, (rows, width, k) in enumerate(shapes):
         torch.manual_seed(number)
         kind = kinds[number % len(kinds)]
         x = make_rows(kind, rows, width, device)
         start, end = bounds(rows, width, device)
+        cut = choose_cut(k, width, rows, INTERPRETER)
         for low, high in ((None, None), (start, end)):
-            chosen, expected = top_k(x, k, low, high), reference.top_k(x, k, low, high)
-            assert torch.equal(chosen, expected), (kind, rows, width, k, low is not None)
+            expected = reference.top_k(x, k, low, high)
+            for whole in (False, True):
+                chosen = top_k(x, k, low, high, replace(cut, whole=whole))
+                assert torch.equal(chosen, expected), (kind, rows, width, k, low is not None, whole)
 
 
 def compare_small_lists_with_reference():
@@ -33,14 +39,15 @@ def compare_small_lists_with_reference():
     from glm5lab.attention.topk import Cut, top_k
 
     for surplus in (0, 30, -1000):
-        cut = Cut(capacity=512, sample=128, surplus=surplus)
+        cuts = [Cut(512, 128, surplus, whole) for whole in (False, True)]
         for kind in ("normal", "two levels", "rising", "lowest"):
             for rows, width, k in ((1, 1500, 50), (3, 700, 120)):
                 x = make_rows(kind, rows, width)
                 for low, high in ((None, None), bounds(rows, width)):
-                    chosen = top_k(x, k, low, high, cut)
                     expected = reference.top_k(x, k, low, high)
-                    assert torch.equal(chosen, expected), (kind, rows, surplus)
+                    for cut in cuts:
+                        chosen = top_k(x, k, low, high, cut)
+                        assert torch.equal(chosen, expected), (kind, rows, cut)
 
 
 def compare_rows_lowest_where_sampled(device):
@@ -48,10 +55,13 @@ def compare_rows_lowest_where_sampled(device):
 
     The level is then the lowest value with a last column: the list is not complete.
     """
-    from glm5lab.attention.topk import CHUNK, choose_cut, top_k
+    from glm5lab.attention.tiles import INTERPRETER
+    from glm5lab.attention.topk import choose_cut, top_k
+    from glm5lab.attention.topk_list import CHUNK
 
     for width, k in ((20_000, 1000), (131_072, 2048)):
-        sample, chunk = choose_cut(k, width).sample, CHUNK.value
+        cut, chunk = choose_cut(k, width, 1, INTERPRETER), CHUNK.value
+        sample = cut.sample
         number = torch.arange(sample) // chunk
         random = ((number * 2654435761) % 2**32) >> 20
         stretch = width // (sample // chunk)
@@ -62,7 +72,9 @@ def compare_rows_lowest_where_sampled(device):
         x = x.to(device)
         expected = reference.top_k(x, k)
         assert torch.all(expected >= 0)
-        assert torch.equal(top_k(x, k), expected), (width, k)
+        for whole in (False, True):
+            chosen = top_k(x, k, cut=replace(cut, whole=whole))
+            assert torch.equal(chosen, expected), (width, k, whole)
 
 
 @pytest.mark.gpu

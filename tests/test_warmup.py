@@ -4,7 +4,7 @@ import pytest
 
 from glm5lab.attention.tiles import Device, sparse_mla_parts, sparse_mla_tile
 from glm5lab.attention.topk import choose_cut
-from glm5lab.vllm_plugin.warmup import MOST_TOKENS, indexer_widths, token_counts
+from glm5lab.vllm_plugin.warmup import MOST_TOKENS, token_counts, top_k_shapes
 
 
 def forms(device, tokens, heads, fp8):
@@ -34,11 +34,18 @@ def test_counts_end_at_the_largest_batch():
 @pytest.mark.parametrize("longest", [100, 4096, 40_000, 131_072, 1 << 20])
 @pytest.mark.parametrize("top_k", [64, 512, 2048])
 def test_every_form_of_top_k_is_warmed_up(top_k, longest):
-    def form(width):
-        cut = choose_cut(top_k, width)
+    device = Device(90, 132, 232_448)
+
+    def form(rows, width):
+        cut = choose_cut(top_k, width, rows, device)
         return cut if width > cut.capacity else cut.capacity
 
-    warm = {form(width) for width in indexer_widths(top_k, longest)}
+    shapes = top_k_shapes(top_k, longest, device)
+    warm = {form(*shape) for shape in shapes}
     step = max(longest // 997, 1)
-    assert {form(width) for width in range(1, longest + 1, step)} <= warm
-    assert max(indexer_widths(top_k, longest)) <= longest
+    served = {
+        form(rows, width) for rows in (1, 64, 500, 8192) for width in range(1, longest + 1, step)
+    }
+    assert served <= warm
+    assert max(width for _, width in shapes) <= longest
+    assert max(rows * width for rows, width in shapes) <= 1 << 27  # half a GB

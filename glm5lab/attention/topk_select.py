@@ -51,6 +51,12 @@ def _bounds(start_ptr, end_ptr, row, width, HAS_START: tl.constexpr, HAS_END: tl
 
 
 @triton.jit
+def _log(x):
+    """2**23 times log2 of a positive float, less than a tenth off, and a constant."""
+    return x.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _level(b_order, k, most):
     """The highest of the levels tried that at least k of [N] reach, and how many do.
 
@@ -65,18 +71,23 @@ def _level(b_order, k, most):
     halve = False
     while (low < high) & (reached > most):
         # In a tail, counts fall off exponentially; but only halving the bits ends after 32 steps.
-        log = tl.log2(reached.to(tl.float32))
-        share = (log - tl.log2(k.to(tl.float32))) / (log - tl.log2(beyond + 0.5))
+        log = _log(reached.to(tl.float32))
+        share = (log - _log(k.to(tl.float32))) / (log - _log(beyond + 0.5))
         guess = _value(low) + (_value(high) - _value(low)) * share
         middle = tl.minimum(tl.maximum(_order(guess.to(tl.int32, bitcast=True)), low + 1), high)
         middle = tl.where(halve, (low | high) - ((low ^ high) >> 1), middle)
         halve = halve == 0
         count = tl.sum((b_order >= middle).to(tl.int32), 0)
+        gap = (count == reached) | (count == beyond)
         enough = count >= k
         low = tl.where(enough, middle, low)
         reached = tl.where(enough, count, reached)
         high = tl.where(enough, high, middle - 1)
         beyond = tl.where(enough, beyond, count)
+        if gap:  # equal values, or few are left: on to those that there are
+            b_left = (b_order >= low) & (b_order <= high)
+            high = tl.max(tl.where(b_left, b_order, low), 0)
+            low = tl.min(tl.where(b_left, b_order, high), 0)
     return low, reached
 
 
@@ -188,6 +199,67 @@ def _ones(b_bits):
     return ((b * 0x01010101) >> 24).to(tl.int32)
 
 
+@triton.jit
+def _select(
+    p_row,
+    p_list,
+    p_bits,
+    p_out,
+    low,
+    high,
+    count,
+    stride_bits,
+    k,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Write the k greatest of a row's list, or of the row where `count` is negative."""
+    first = low // BLOCK * WORDS
+    final = tl.cdiv(high, BLOCK) * WORDS
+    for i in range(first, final, MANY):
+        o = tl.arange(0, MANY)
+        tl.store(p_bits + i + o.to(tl.int64), 0, mask=i + o < final)
+    if count < 0:
+        count = _fold(p_row, p_row, low, high, p_list, k, True, CAPACITY, TILE)
+    p_col = p_list + CAPACITY
+    if count > CAPACITY // 2:
+        count = _fold(p_list, p_col, 0, count, p_list, k, False, CAPACITY, TILE)
+    tl.debug_barrier()
+    level, last = _list_level(p_list, count, k, CAPACITY)
+    b_bits, b_col = _tile(p_list, p_col, 0, count, False, CAPACITY // 2)
+    m = _reach(b_bits, b_col, level, last)
+    tl.atomic_or(p_bits + b_col // 32, 1 << (b_col % 32), mask=m, sem="relaxed")
+    tl.debug_barrier()
+    before = 0
+    for i in range(first, final, MANY):
+        o = tl.arange(0, MANY)
+        m_word = i + o < final
+        p = p_bits + i + o.to(tl.int64)
+        # Atomics pass the first cache by.
+        b_ones = _ones(tl.load(p, mask=m_word, other=0, cache_modifier=".cg"))
+        tl.store(p + stride_bits, before + tl.cumsum(b_ones, 0) - b_ones, mask=m_word)
+        before += tl.sum(b_ones, 0)
+    tl.debug_barrier()
+    b_bits, b_col = _tile(p_list, p_col, 0, count, False, CAPACITY // 2)  # not held until now
+    m = _reach(b_bits, b_col, level, last)
+    b_word = tl.load(p_bits + b_col // 32, mask=m, other=0, cache_modifier=".cg")
+    b_place = tl.load(p_bits + stride_bits + b_col // 32, mask=m, other=0)
+    b_place += _ones(b_word & ((1 << (b_col % 32)) - 1))
+    tl.store(p_out + b_place, b_col, mask=m)
+    for i in range(before, k, TILE):
+        o = i + tl.arange(0, TILE)
+        tl.store(p_out + o, -1, mask=o < k)
+
+
+@triton.jit
+def _usable(count, level, last, k, CAPACITY: tl.constexpr):
+    """The list's length, or -1 where it may lack some of the k greatest."""
+    # The lowest level without a last column: all that may be chosen is in the list.
+    enough = (count >= k) | ((level == LOWEST) & (last == NO_COLUMN))
+    return tl.where(enough & (count <= CAPACITY), count, -1)
+
+
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=ANYWHERE)
 def _select_kernel(
     in_ptr,
@@ -215,47 +287,8 @@ def _select_kernel(
     p_bits = bits_ptr + row.to(tl.int64) * (2 * stride_bits)
     p_out = out_ptr + row.to(tl.int64) * k
     low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
-    first = low // BLOCK * WORDS
-    final = tl.cdiv(high, BLOCK) * WORDS
-    for i in range(first, final, MANY):
-        o = tl.arange(0, MANY)
-        tl.store(p_bits + i + o.to(tl.int64), 0, mask=i + o < final)
     count = -1
     if COLLECTED:
-        count = tl.load(count_ptr + row)
-        # The lowest level without a last column: all that may be chosen is in the list.
-        everything = tl.load(level_ptr + 2 * row) == LOWEST
-        everything &= tl.load(level_ptr + 2 * row + 1) == NO_COLUMN
-        enough = (count >= k) | everything
-        count = tl.where(enough & (count <= CAPACITY), count, -1)
-    if count < 0:
-        count = _fold(p_row, p_row, low, high, p_list, k, True, CAPACITY, TILE)
-    p_col = p_list + CAPACITY
-    if count > CAPACITY // 2:
-        count = _fold(p_list, p_col, 0, count, p_list, k, False, CAPACITY, TILE)
-    tl.debug_barrier()
-    level, last = _list_level(p_list, count, k, CAPACITY)
-
-    b_bits, b_col = _tile(p_list, p_col, 0, count, False, CAPACITY // 2)
-    m = _reach(b_bits, b_col, level, last)
-    tl.atomic_or(p_bits + b_col // 32, 1 << (b_col % 32), mask=m, sem="relaxed")
-    tl.debug_barrier()
-    before = 0
-    for i in range(first, final, MANY):
-        o = tl.arange(0, MANY)
-        m_word = i + o < final
-        p = p_bits + i + o.to(tl.int64)
-        # Atomics pass the first cache by.
-        b_ones = _ones(tl.load(p, mask=m_word, other=0, cache_modifier=".cg"))
-        tl.store(p + stride_bits, before + tl.cumsum(b_ones, 0) - b_ones, mask=m_word)
-        before += tl.sum(b_ones, 0)
-    tl.debug_barrier()
-    b_bits, b_col = _tile(p_list, p_col, 0, count, False, CAPACITY // 2)  # not held until now
-    m = _reach(b_bits, b_col, level, last)
-    b_word = tl.load(p_bits + b_col // 32, mask=m, other=0, cache_modifier=".cg")
-    b_place = tl.load(p_bits + stride_bits + b_col // 32, mask=m, other=0)
-    b_place += _ones(b_word & ((1 << (b_col % 32)) - 1))
-    tl.store(p_out + b_place, b_col, mask=m)
-    for i in range(before, k, TILE):
-        o = i + tl.arange(0, TILE)
-        tl.store(p_out + o, -1, mask=o < k)
+        level, last = tl.load(level_ptr + 2 * row), tl.load(level_ptr + 2 * row + 1)
+        count = _usable(tl.load(count_ptr + row), level, last, k, CAPACITY)
+    _select(p_row, p_list, p_bits, p_out, low, high, count, stride_bits, k, CAPACITY, TILE, MANY)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from glm5lab.attention.tiles import Device, device_of
+
 logger = init_logger("vllm.glm5lab")
 
 # Tiles and parts of a token's list are the same for all larger batches (attention/tiles.py).
 MOST_TOKENS = 1024
 INDEXER_TOKENS = (1, 2, 4, 8, 64, 512)  # of prompts: decide how the indexer's kernels are cut
-MOST_LOGITS = 1 << 26
 
 
 def warm_up(vllm_config: Any) -> None:
@@ -93,14 +94,15 @@ def warm_up_indexer(vllm_config: Any) -> None:
             return
 
 
-def indexer_widths(top_k: int, longest: int) -> list[int]:
-    """Columns of logits, up to `longest`, with which each form of top-k is launched once."""
+def top_k_shapes(top_k: int, longest: int, device: Device) -> list[tuple[int, int]]:
+    """Rows and columns of logits, up to `longest`, that launch each form of top-k once."""
     from glm5lab.attention.topk import choose_cut
 
-    forms: dict[object, int] = {}
+    forms: dict[object, tuple[int, int]] = {}
     for width in (*(1 << n for n in range(7, longest.bit_length())), longest):
-        cut = choose_cut(top_k, width)
-        forms.setdefault(cut if width > cut.capacity else cut.capacity, width)
+        for rows in (1, device.multiprocessors):
+            cut = choose_cut(top_k, width, rows, device)
+            forms.setdefault(cut if width > cut.capacity else cut.capacity, (rows, width))
     return list(forms.values())
 
 
@@ -121,14 +123,11 @@ def score(cache: torch.Tensor, config: Any, longest: int) -> None:
         indexer_cuda.prompt_logits(
             (q[:tokens], None), (keys, scales), weights[:tokens], *bounds, 256
         )
-        for width in indexer_widths(top_k, longest):
-            if tokens * width > MOST_LOGITS:
-                continue
-            logits = torch.zeros(tokens, width, device=device)
-            indexer_cuda.prompt_top_k(logits, *bounds, chosen[:tokens], tokens, width, 1, top_k)
-            indexer_cuda.decode_top_k("")(
-                logits, ends[:tokens, None], 1, chosen[:tokens], top_k, width
-            )
+    for rows, width in top_k_shapes(top_k, longest, device_of(device.index)):
+        logits = torch.zeros(rows, width, device=device)
+        bounds = (starts[:rows], ends[:rows])
+        indexer_cuda.prompt_top_k(logits, *bounds, chosen[:rows], rows, width, 1, top_k)
+        indexer_cuda.decode_top_k("")(logits, ends[:rows, None], 1, chosen[:rows], top_k, width)
     table = torch.zeros(most, -(-longest // cache.shape[1]), dtype=torch.int32, device=device)
     for queries in (1, 2, 4):
         for requests in (1, 64):
