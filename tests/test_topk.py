@@ -29,7 +29,8 @@ def compare_triton_with_reference(device, shapes, kinds=KINDS):
         cut = choose_cut(k, width, rows, INTERPRETER)
         for low, high in ((None, None), (start, end)):
             expected = reference.top_k(x, k, low, high)
-            for whole in (False, True):
+            # The interpreter takes long: there every kind of row goes through each form once.
+            for whole in (False, True) if device == "cuda" else (number % 2 == (low is None),):
                 chosen = top_k(x, k, low, high, replace(cut, whole=whole))
                 assert torch.equal(chosen, expected), (kind, rows, width, k, low is not None, whole)
 
