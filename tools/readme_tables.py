@@ -12,6 +12,7 @@ from glm5lab.views.measurements import measurements, origin
 from glm5lab.views.roofline import compile_table
 
 OURS = "glm5lab"
+BLOCKS = "GGUF blocks"  # the form of a product that the engine takes
 Json = Mapping[str, Any]
 
 
@@ -85,8 +86,12 @@ def weights() -> str:
 
 
 def _pair(cell: Mapping[str, str]) -> str:
-    """Of one product: each form's time, plain bf16 in brackets."""
-    own = ", ".join(value for name, value in cell.items() if name != "bf16")
+    """Of one product: each form's time, other forms by their first word, plain bf16 in brackets."""
+    own = "; ".join(
+        value if name == BLOCKS else f"{name.split()[0]} {value}"
+        for name, value in cell.items()
+        if name != "bf16"
+    )
     return f"{own} ({cell['bf16']})" if "bf16" in cell else own
 
 
