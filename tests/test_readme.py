@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from glm5lab import env
+from glm5lab.views.measurements import measurements
 from tools import notebook_pictures, readme
 from tools.readme_tables import TABLES, markdown, number, verdict
 
@@ -64,6 +65,17 @@ def test_quoted_figures_stand_in_the_measurements(name):
             tokens = row["case"].split()[-2]
             assert float(shown.pop(tokens).replace(",", "")) == pytest.approx(row["us"], rel=0.01)
     assert shown == {}
+
+
+def test_figures_of_quantized_weights_are_within_the_bounds_of_their_tests():
+    from test_loader_gpu import SPREADS
+    from test_loader_layers import TWO_PRODUCTS
+
+    engines, layers = measurements("gguf_engines"), measurements("gguf_layers")
+    assert (engines["bound"], layers["bound"]) == (SPREADS, TWO_PRODUCTS)
+    for row in engines["rows"]:
+        assert max(row["blocks"], row["tp_2"], row["ep_2"]) <= SPREADS * row["bf16"]
+    assert max(layers["one_gpu"]["errors"].values()) < TWO_PRODUCTS
 
 
 def test_numbers_and_tables():

@@ -95,6 +95,41 @@ def _pair(cell: Mapping[str, str]) -> str:
     return f"{own} ({cell['bf16']})" if "bf16" in cell else own
 
 
+def gguf_layers() -> str:
+    """Two layers of GLM-5's size, loaded from blocks: errors, memory beside the plan, bytes."""
+    measured = measurements("gguf_layers")
+    one, two, bound = measured["one_gpu"], measured["two_gpus"], measured["bound"]
+    errors, planned = one["errors"].values(), one["planned_bytes"]
+    shares = [read / two["file_bytes"] for read in two["bytes_read"]]
+    over = one["gpu_bytes"] / planned
+    taken = sum(one["parameter_bytes"]) / planned
+    said = (
+        f"A dense layer and a layer of 256 experts at GLM-5's sizes, a file of "
+        f"{one['file_bytes'] / 1e9:.1f} GB in Q4_K and Q6_K: their outputs in vLLM's engine have "
+        f"relative errors of {min(errors):.3f} to {max(errors):.3f} against float64 (bound "
+        f"{bound}). Parameters take {taken:.3f} times the {planned / 1e9:.2f} GB that `plan` "
+        f"counts, all that the GPU holds then {over:.3f} times; the host needs "
+        f"{one['host_bytes'] / 1e9:.2f} GB more while loading. Two ranks read "
+        f"{' and '.join(f'{share:.3f}' for share in shares)} of the file. {link('gguf_layers')}."
+    )
+    return "\n\n".join([said, *_remarks(measured)])
+
+
+def gguf_engines() -> str:
+    """Log-probabilities of engines whose weights stay blocks, beside what bf16 alone costs."""
+    measured = measurements("gguf_engines")
+    said = (
+        f"Mean distance of log-probabilities in vLLM's engine, small models. The bound of a row is "
+        f"{measured['bound']:.0f} times its first figure, what bf16 alone costs: kernels of blocks "
+        f"round activations to 8 bits besides. "
+        f"{link('gguf_engines')}."
+    )
+    columns = {"bf16": "numbers in bf16 to HF", "blocks": "blocks to HF"}
+    columns |= {"tp_2": "blocks, TP 2 to one GPU", "ep_2": "blocks, TP 2 with EP to one GPU"}
+    lines = [(row["kind"], *(f"{row[name]:.3f}" for name in columns)) for row in measured["rows"]]
+    return "\n\n".join([said, markdown(("file", *columns.values()), lines), *_remarks(measured)])
+
+
 def answers() -> str:
     """Mean distances of log-probabilities: ours to natives, and natives to each other."""
     measured = measurements("backend_answers")
@@ -217,6 +252,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparse-mla": sparse_mla,
     "other-kernels": other_kernels,
     "weights": weights,
+    "gguf-layers": gguf_layers,
+    "gguf-engines": gguf_engines,
     "answers": answers,
     "soak": soak,
     "engine-speed": engine_speed,
