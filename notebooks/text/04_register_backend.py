@@ -142,7 +142,7 @@ print(broken.summary())
 # ## With your own file
 #
 # `glm5lab check FILE` does this for any file that fits into memory in float32. On a GPU, `glm5lab backends answers` compares the
-# backend with vLLM's own, in its engine; what that gave on one H200 is in `data/measurements/backend_answers.json`.
+# backend with vLLM's own, in its engine; what that gave on two H200s is in `data/measurements/backend_answers.json`.
 
 # %%
 source.close()
