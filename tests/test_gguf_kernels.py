@@ -195,9 +195,9 @@ def test_numbers_for_many_tokens_are_made_a_few_rows_at_a_time(stand_in, monkeyp
 @pytest.mark.parametrize(
     ("kind", "tokens", "call", "groups"),
     [
-        ("Q4_K", 64, "experts, vector", 1),
-        ("Q4_K", 65, "experts, matrix", 1),
-        ("Q4_K", 65, "experts, matrix", 3),
+        ("Q4_K", 16, "experts, vector", 1),
+        ("Q4_K", 17, "experts, matrix", 1),
+        ("Q4_K", 17, "experts, matrix", 3),
         ("IQ4_XS", 65, "experts, vector", 1),
         ("IQ3_S", 1, "triton, experts", 1),
         ("IQ3_S", 65, "triton, experts", 3),

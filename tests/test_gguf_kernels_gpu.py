@@ -150,12 +150,13 @@ def test_stacks_beyond_32_bits_of_bytes(tokens):
         assert_product(own, kind, False, x, lambda x, values: x @ values.T, *numbers_of)
 
 
-def test_products_of_a_captured_graph_follow_their_inputs():
+@pytest.mark.parametrize("tokens", [8, 40], ids=["few tokens", "sorted by expert"])
+def test_products_of_a_captured_graph_follow_their_inputs(tokens):
     """Shapes are fixed while a graph is captured; nothing waits for the host."""
     kind, experts, k = "Q4_K", 16, 4
     packed, *numbers_of = weights(kind, (experts, 256, 512))
-    x = torch.zeros(8, 512, dtype=torch.bfloat16, device="cuda")
-    ids = torch.zeros(8, k, dtype=torch.int64, device="cuda")
+    x = torch.zeros(tokens, 512, dtype=torch.bfloat16, device="cuda")
+    ids = torch.zeros(tokens, k, dtype=torch.int64, device="cuda")
 
     def product() -> torch.Tensor:
         return expert_matmul(x, packed, type_id(kind), Routing(ids, experts, None), shared=True)
@@ -165,7 +166,7 @@ def test_products_of_a_captured_graph_follow_their_inputs():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = product()
-    fresh, chosen = activations(8, 512), torch.randint(0, experts, (8, k)).cuda()
+    fresh, chosen = activations(tokens, 512), torch.randint(0, experts, (tokens, k)).cuda()
     x.copy_(fresh)
     ids.copy_(chosen)
     graph.replay()

@@ -26,16 +26,11 @@ from glm5lab.gguf.tensors import Tensor, type_sizes
 from glm5lab.kernel_bench.timing import Row, copy_rate, measure, relative
 from glm5lab.loading.destinations import Copy
 from glm5lab.loading.streaming import MOST_THREADS, PIECE_BYTES, Streamer
-from glm5lab.vllm_plugin.gguf_kernels import (
-    FEW_EXPERT_TOKENS,
-    Routing,
-    dequantize,
-    expert_matmul,
-    matmul,
-)
+from glm5lab.vllm_plugin.gguf_kernels import Routing, dequantize, expert_matmul, matmul
 
 KINDS = ("Q4_K", "Q6_K", "IQ4_XS", "Q8_0")
 TOKENS = (1, 8, 16, 32, 64, 1024)
+BOTH_TOKENS = 64  # up to so many tokens experts are measured unsorted and sorted
 HIDDEN, WIDTH, EXPERTS, TOP_K, HEADS = 6144, 2048, 256, 8, 64 * 256
 SETS = 3  # of weights: together more than the caches hold
 CHECKED = 256  # rows of a result that are compared with float64
@@ -127,12 +122,12 @@ def _stack(
             i: int,
             x: torch.Tensor = x,
             routes: Sequence[Routing] = routes,
-            few: int = FEW_EXPERT_TOKENS,
+            few: int = BOTH_TOKENS,
         ) -> torch.Tensor:
             return expert_matmul(x, packed, number, routes[i], shared, few)
 
         forms: dict[str, Callable[[int], torch.Tensor]] = {"GGUF blocks": product}
-        if kind in MMQ and 1 < tokens <= FEW_EXPERT_TOKENS:
+        if kind in MMQ and 1 < tokens <= BOTH_TOKENS:
             forms["sorted by expert"] = partial(product, few=0)
 
         def error(got: torch.Tensor, expected: torch.Tensor = expected) -> float:
