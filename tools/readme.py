@@ -29,7 +29,7 @@ STEPS = ("plan", "prepare", "serve", "doctor")
 WIDTH = 100  # columns of what the commands print
 # What ran where; a compute capability that is not named was compiled for and selected only.
 # A data-centre card of Blackwell has vLLM's own kernels; nothing here was made for it.
-RAN = {"9.0": "run on one H200", "10.0": "selection only"}
+RAN = {"9.0": "run on H200s", "10.0": "selection only"}
 
 
 def printed(*arguments: str, folder: Path | None = None) -> str:
