@@ -50,6 +50,19 @@ def compare_small_lists_with_reference():
                     assert torch.equal(chosen, expected), (kind, rows, cut)
 
 
+def compare_bounds_beyond_rows():
+    """Bounds before and behind the row, start behind end, and more than int32 holds."""
+    from glm5lab.attention.topk import Cut, top_k
+
+    start = torch.tensor([-5, 2**40, 1499, 700, 2**31 - 1, -(2**40)])
+    end = torch.tensor([2**40, 5, 10, 700, -(2**31) + 9000, 1400])
+    x = make_rows("two levels", len(start), 1500)
+    expected = reference.top_k(x, 50, start, end)
+    for whole in (False, True):
+        chosen = top_k(x, 50, start, end, Cut(512, 128, whole=whole))
+        assert torch.equal(chosen, expected), whole
+
+
 def compare_rows_lowest_where_sampled(device):
     """Rows of -inf whose only finite values, the lowest of all, stand where the sample looks.
 
@@ -105,6 +118,7 @@ def test_kernel_equals_the_reference_in_the_interpreter():
         "shapes = [(1, 5000, 16)] * 12 + [(2, 9000, 60)] * 3 + [(3, 40, 64), (2, 1, 1)];"
         "t.compare_triton_with_reference('cpu', shapes);"
         "t.compare_small_lists_with_reference();"
+        "t.compare_bounds_beyond_rows();"
         "t.compare_rows_lowest_where_sampled('cpu')"
     )
 
@@ -146,6 +160,13 @@ def test_ties_bounds_and_empty_places():
 def test_wrong_arguments_are_named(change, name):
     with pytest.raises(ValueError, match=name):
         reference.top_k(**{"logits": torch.zeros(2, 4), "k": 1, **change})
+
+
+def test_a_list_too_short_is_named():
+    from glm5lab.attention.topk import Cut, top_k
+
+    with pytest.raises(ValueError, match="cut: expected a capacity of at least 516, got 512"):
+        top_k(torch.zeros(1, 600), 129, cut=Cut(512, 128))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ Same signature as `reference.top_k`.
 2. The row is read, and the columns that reach the level are listed, in any order.
 3. The k greatest of the list are put in order.
 
-Where there are rows enough for every multiprocessor, one program does all three for a row, and
-programs next to it read while it chooses: `_row_kernel`. Otherwise each step is a kernel, and many
-programs read a row.
+Where rows are many (`choose_cut`), one program does all three for a row, and programs next to it
+read while it chooses: `_row_kernel`. Otherwise each step is a kernel, and many programs read a row.
 
 The level decides about the time only, never about the result: where too few columns reach it, or
 more than the list holds, the third step reads the row again and raises a level of its own whenever
@@ -122,7 +121,8 @@ class Cut:
         """Constants and options of the kernel that sets levels."""
         return self.listing | {"num_warps": min(max(self.sample // 512, 1), 32)}
 
-    def collect(self, device: Device) -> dict[str, int]:
+    @property
+    def collect(self) -> dict[str, int]:
         """Of the one that collects: with 96 registers what was read is still in the first cache."""
         return {"CAPACITY": self.capacity, "num_warps": 1, "maxnreg": 96}
 
@@ -168,13 +168,16 @@ def top_k(
     """Exact top-k of every row, the lower column first among equals.
 
     Arguments, result and errors are those of `reference.top_k`, with these differences: logits are
-    float32, k is at most 8192, and the width at most 2**30. `cut`: how the work is cut.
+    float32, k is at most 8192, and the width at most 2**30. `cut`: how the work is cut, with a list
+    of at least four times k.
     """
     check_top_k_arguments(logits, k, start, end)
     if logits.dtype != torch.float32:
         raise ValueError(f"logits: expected float32, got {logits.dtype}")
     if k > MAX_K:
         raise ValueError(f"k: expected at most {MAX_K}, got {k}")
+    if cut is not None and cut.capacity < 4 * k:
+        raise ValueError(f"cut: expected a capacity of at least {4 * k}, got {cut.capacity}")
     rows, width = logits.shape
     if width > MAX_WIDTH:
         raise ValueError(f"logits: expected at most {MAX_WIDTH} columns, got {width}")
@@ -222,13 +225,13 @@ def _launch(
     if collected:
         stride = logits.stride(0)
         _level_kernel[(rows,)](*inputs, width, k, stride, **given, **cut.level)
-        # 32 warps a multiprocessor, whose next stretch comes while one is written, if there are so
-        # many.
+        # At least 32 programs for each multiprocessor, if there are so many stretches; with more of
+        # them a program's next stretch comes while one is written.
         stretches = triton.cdiv(width, STRETCH.value)
         each = min(max(rows * stretches // (32 * device.multiprocessors), 1), 8)
         parts = triton.cdiv(stretches, each)
         _collect_kernel[(rows * parts,)](
-            *inputs, lists, width, parts, stride, **given, **cut.collect(device)
+            *inputs, lists, width, parts, stride, **given, **cut.collect
         )
     _select_kernel[(rows,)](*inputs, *outputs, *sizes, **given, **cut.select(device, collected))
 
@@ -247,7 +250,7 @@ def compilations(device: Device) -> list[Compilation]:
     for name, kernel, constants in (
         ("level", "_level_kernel", cut.level),
         ("level, 1M columns", "_level_kernel", wide.level),
-        ("collect", "_collect_kernel", cut.collect(device)),
+        ("collect", "_collect_kernel", cut.collect),
         ("select", "_select_kernel", cut.select(device, True)),
         ("short rows", "_select_kernel", cut.select(device, False)),
         ("rows", "_row_kernel", cut.row),

@@ -1,6 +1,6 @@
-"""The third kernel of `topk`: the k greatest of a row's list, in ascending order of columns.
+"""The third step of `topk`: the k greatest of a row's list, in ascending order of columns.
 
-Also what the others share: values as integers of their order, and levels that k values reach.
+Also what the other steps share: values as integers of their order, and levels that k values reach.
 
 Sorting would take longer than all the rest. Instead each column chosen sets its bit in a row of
 bits, and the number of bits before it is its place.
@@ -9,7 +9,7 @@ bits, and the number of bits before it is its place.
 import triton
 import triton.language as tl
 
-BLOCK = tl.constexpr(512)  # columns that a warp looks at together
+BLOCK = tl.constexpr(512)  # columns whose bits are cleared and counted together
 WORDS = tl.constexpr(16)  # of 32 bits, for a block of columns
 # Values are compared as integers of the same order, `_order`; these are the ends of that scale.
 NOTHING = tl.constexpr(-(2**31))  # NaN, and no value at all
