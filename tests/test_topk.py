@@ -162,6 +162,45 @@ def test_wrong_arguments_are_named(change, name):
         reference.top_k(**{"logits": torch.zeros(2, 4), "k": 1, **change})
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_sizes_compile_nothing_new(monkeypatch, whole):
+    """What Triton compiles by is the same for all rows, widths, k, strides and bounds of a cut."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from glm5lab.attention import topk
+    from glm5lab.attention.tiles import Device
+
+    forms: dict[str, set[str]] = {}
+
+    class Recorder:
+        """Stands for a kernel: binds what a launch gives, and launches nothing."""
+
+        def __init__(self, kernel):
+            backend = make_backend(GPUTarget("cuda", 90, 32))
+            self.name = kernel.__name__
+            self.bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+        def __getitem__(self, grid):
+            return lambda *a, **kw: forms.setdefault(self.name, set()).add(
+                str(self.bind(*a, **kw)[1:])
+            )
+
+    for name in ("_row_kernel", "_level_kernel", "_collect_kernel", "_select_kernel"):
+        monkeypatch.setattr(topk, name, Recorder(getattr(topk, name)))
+    monkeypatch.setattr(topk, "check_kernels_run_on", lambda name, tensor: None)
+    monkeypatch.setattr(topk, "INTERPRETER", Device(90, 132, 232_448))
+    cut = topk.Cut(4096, 4096, whole=whole)
+    for rows, width, k, beside in ((1, 4097, 1, 0), (3, 4112, 16, 1), (64, 8192, 1000, 16)):
+        logits = torch.zeros(rows, width + beside)[:, :width]
+        bounds = torch.zeros(rows + 1, dtype=torch.int32)
+        for start, end in ((bounds[1:], bounds[:-1]), (bounds[:-1], bounds[1:])):
+            topk.top_k(logits, k, start, end, cut)
+    kernels = ["_row_kernel"] if whole else ["_collect_kernel", "_level_kernel", "_select_kernel"]
+    assert {name: len(found) for name, found in forms.items()} == dict.fromkeys(kernels, 1)
+
+
 def test_a_list_too_short_is_named():
     from glm5lab.attention.topk import Cut, top_k
 
