@@ -107,7 +107,7 @@ def test_whole_experts_a_rank(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "tp", "rank", "ep"),
     [
-        ("mix", 1, 0, 0),
+        pytest.param("mix", 1, 0, 0, marks=pytest.mark.slow),
         ("mix", 2, 1, 0),
         pytest.param("mix", 2, 1, 1, marks=pytest.mark.slow),
         pytest.param("q8_0", 4, 3, 0, marks=pytest.mark.slow),

@@ -103,7 +103,7 @@ print(json.dumps([pickle.loads(base64.b64decode(p)).name for p in json.loads(sys
     assert names == ["TRITON_MLA_SPARSE", "TRITON_MLA"]
 
 
-@pytest.mark.parametrize("target", [None, "cpu"])
+@pytest.mark.parametrize("target", [None, pytest.param("cpu", marks=pytest.mark.slow)])
 def test_the_cpu_platform_is_ours_however_vllm_finds_it(target):
     code = """
 import json
@@ -232,7 +232,11 @@ print(json.dumps(ask(range(3, 35), max_tokens=2)[0].outputs[0].token_ids))
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"), [({}, 1 << 30), ({"kv_cache_memory_bytes": 2 << 28}, 2 << 28)]
+    ("options", "expected"),
+    [
+        ({}, 1 << 30),
+        pytest.param({"kv_cache_memory_bytes": 2 << 28}, 2 << 28, marks=pytest.mark.slow),
+    ],
 )
 def test_the_cpu_cache_is_small_unless_the_user_says(sample_f32, options, expected):
     code = """
