@@ -48,4 +48,4 @@ def test_every_form_of_top_k_is_warmed_up(top_k, longest):
     }
     assert served <= warm
     assert max(width for _, width in shapes) <= longest
-    assert max(rows * width for rows, width in shapes) <= 1 << 27  # half a GB
+    assert max(rows * width for rows, width in shapes) <= 1 << 26  # 256 MiB
