@@ -180,26 +180,37 @@ def soak() -> str:
 
 
 def engine_speed() -> str:
-    """Milliseconds a token and to the first one: a table a run, an engine a row."""
+    """Milliseconds a token and to the first one: the latest run of each format, others folded."""
     measured = measurements("backend_speed")
-    parts = [f"Medians in vLLM's engine, 8 heads. {link('backend_speed')}."]
-    for run in measured["runs"]:
-        engines: Mapping[str, Json] = run["engines"]
-        some = next(iter(engines.values()))
-        counts, lengths = list(some["ms_per_token"]), list(some["first_ms"])
-        headings = [f"{run['layers']} layers"]
-        headings += [f"ms a token, {n} at once" for n in counts]
-        headings += [f"ms to the first token of {int(n):,}" for n in lengths]
-        lines = [
-            (
-                name,
-                *(number(engine["ms_per_token"][n]["median"]) for n in counts),
-                *(number(engine["first_ms"][n]["median"]) for n in lengths),
-            )
-            for name, engine in engines.items()
+    tables = ["\n\n".join([_speed_of(run), *_remarks(run)]) for run in measured["runs"]]
+    return "\n\n".join(
+        [
+            f"Medians in vLLM's engine, 8 heads. {link('backend_speed')}.",
+            *tables[:2],
+            details("Runs before that", "\n\n".join(tables[2:])),
+            "Of all runs:",
+            *_remarks(measured),
         ]
-        parts += [markdown(headings, lines), *_remarks(run)]
-    return "\n\n".join([*parts, "Of all runs:", *_remarks(measured)])
+    )
+
+
+def _speed_of(run: Json) -> str:
+    """A table, an engine a row."""
+    engines: Mapping[str, Json] = run["engines"]
+    some = next(iter(engines.values()))
+    counts, lengths = list(some["ms_per_token"]), list(some["first_ms"])
+    headings = [f"{run['layers']} layers"]
+    headings += [f"ms a token, {n} at once" for n in counts]
+    headings += [f"ms to the first token of {int(n):,}" for n in lengths]
+    lines = [
+        (
+            name,
+            *(number(engine["ms_per_token"][n]["median"]) for n in counts),
+            *(number(engine["first_ms"][n]["median"]) for n in lengths),
+        )
+        for name, engine in engines.items()
+    ]
+    return markdown(headings, lines)
 
 
 def _remarks(document: Json) -> list[str]:
