@@ -44,8 +44,32 @@ def sparse_mla() -> str:
             for tokens, *values in table.itertuples(index=True, name=None)
         ]
         parts.append(markdown([f"{rows} rows, {heads} heads: tokens", *names], lines))
+        parts.append(f"Relative errors, at most: {_errors(measured, rows, heads)}.")
         parts += [f"{remark}." for remark in remarks(measured, rows, heads)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, details("The same as code for sm_120, on an H200", _as_sm120())])
+
+
+def _errors(measured: Json, rows: str, heads: int) -> str:
+    """The greatest error of each kernel in a table."""
+    largest: dict[str, float] = {}
+    for row in measured["rows"]:
+        if CASE.fullmatch(row["case"]) and row["case"].startswith(f"{rows}, {heads} heads"):
+            largest[row["name"]] = max(largest.get(row["name"], 0.0), row["error"])
+    return ", ".join(f"{name} {error:.4f}" for name, error in largest.items())
+
+
+def _as_sm120() -> str:
+    """Microseconds of our kernels with 8 heads, and of the others, compiled as for SM120."""
+    measured = measurements("kernels_sm120")
+    tables = [speed_table(measured, rows, 8)[OURS] for rows in ("bf16", "fp8_ds_mla")]
+    lines = [(n, *(number(table[n]) for table in tables)) for n in tables[0].index]
+    others = "; ".join(
+        f"{row['case']}: {_named(row)}"
+        for row in measured["rows"]
+        if not CASE.match(row["case"]) and row["name"] != f"{OURS} in 99 KiB"
+    )
+    table = markdown(("8 heads: tokens", "bf16 rows", "fp8_ds_mla rows"), lines)
+    return f"{link('kernels_sm120')}.\n\n{table}\n\n{others}."
 
 
 def other_kernels() -> str:
@@ -142,6 +166,12 @@ def answers() -> str:
         f"a native backend {min(ours):.3f} to {max(ours):.3f}, natives to each other or to "
         f"themselves in another mode {min(natives):.3f} to {max(natives):.3f}. "
         f"{verdict(measured)} {link('backend_answers')}."
+    )
+    late = [facts.get("compiled_while_serving", 0) for facts in measured["engines"].values()]
+    own = sum(facts.get("of_these_ours", 0) for facts in measured["engines"].values())
+    said += (
+        f" While they served, {own or 'none'} of glm5lab's kernels were compiled; vLLM's own were, "
+        f"up to {max(late)} of them in {sum(n > 0 for n in late)} of {len(late)} engines."
     )
     table = markdown(("compared", "mean"), [(n, f"{value:.4f}") for n, value in mean.items()])
     return "\n\n".join([said, details("all comparisons", table), *_remarks(measured)])

@@ -99,7 +99,7 @@ def sparse_error(got: Any, expected: tuple[torch.Tensor, torch.Tensor]) -> float
 
 
 def decode(measure: Measure, rate: float) -> Iterator[Row]:
-    """Every place of every list is another random row."""
+    """Places of lists are drawn at random from all rows."""
     for fp8 in (False, True):
         kv = fp8_rows(ROWS) if fp8 else (torch.randn(ROWS, WIDTH, device="cuda") * 0.5).bfloat16()
         kinds, text = (FP8, "fp8_ds_mla") if fp8 else (BF16, "bf16")
