@@ -29,7 +29,7 @@ def _group() -> None:
 
 @app.command()
 def answers(
-    only: Annotated[str, typer.Option(help="Names of cases, by commas.")] = "",
+    only: Annotated[str | None, typer.Option(help="Names of cases, by commas.")] = None,
     at_once: Annotated[int, typer.Option(help="Engines side by side.", min=1)] = 4,
     timeout: Timeout = 300,
     work: Work = WORK,
@@ -38,7 +38,9 @@ def answers(
     """Tokens and log-probabilities of every feature, as far from vLLM's as those are apart."""
     from glm5lab.gpu_check.answers import check_answers
 
-    names = [name.strip() for name in only.split(",") if name.strip()]
+    names = None
+    if only is not None:
+        names = [name.strip() for name in only.split(",") if name.strip()]
     check_answers(work, names, at_once, timeout, out, typer.echo)
 
 
@@ -64,6 +66,7 @@ def soak(
     out: JsonOut = None,
 ) -> None:
     """Serve random requests with random aborts: no error, no wrong token, memory flat."""
+    from glm5lab.cuda_device import require_cuda
     from glm5lab.gpu_check.cases import OURS, EngineCase
     from glm5lab.gpu_check.machine import machine
     from glm5lab.gpu_check.model import write_model
@@ -71,6 +74,7 @@ def soak(
     from glm5lab.gpu_check.soak import wrong
     from glm5lab.json_output import require_writable, write_json
 
+    require_cuda("backends soak")
     require_writable(out)
     model = write_model(work / "model-full", "full")
     extra = {"soak": {"requests": requests, "seconds": seconds}, "lengths": [17]}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from glm5lab.errors import CheckError
+from glm5lab.errors import CheckError, InputError
 from glm5lab.gpu_check import answers, cases
 from glm5lab.gpu_check.child import prompt
 from glm5lab.gpu_check.compare import difference, differences, pooled_mean
@@ -102,8 +102,11 @@ def test_every_comparison_names_cases_and_a_native_one():
             case_, together, _ = bound.partition(", alone and together")
             known = answers.chosen([case_])[0].together if together else not cases.PAIRS[bound][2]
             assert known
-    with pytest.raises(CheckError, match="no case is called 'theirs'"):
+    with pytest.raises(InputError, match=r"--only: no case is called 'theirs'; there are flash_a"):
         answers.chosen(["theirs"])
+    with pytest.raises(InputError, match=r"--only: names no case; there are flash_attn"):
+        answers.chosen([])
+    assert answers.chosen(None) == list(cases.CASES)
     assert [case.name for case in answers.chosen(["ours"])] == ["ours"]
 
 
@@ -132,6 +135,8 @@ def test_cases_for_more_gpus_than_there_are_are_named_and_left_out():
     assert len(kept) + len(lines) == len(cases.CASES)
     assert "ours tp 2: left out, it takes 2 GPUs and there are 1" in lines
     assert answers.fitting(cases.CASES, 2, lines.append) == list(cases.CASES)
+    with pytest.raises(InputError, match=r"no case fits, they take 2 GPUs or more and there are 1"):
+        answers.fitting(answers.chosen(["ours tp 2"]), 1, lines.append)
 
 
 def case(name):

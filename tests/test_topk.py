@@ -11,8 +11,6 @@ import torch
 from interpreted import run_interpreted
 
 from glm5lab.attention import reference
-from glm5lab.errors import Glm5labError
-from glm5lab.kernel_bench.report import run_top_k
 from glm5lab.kernel_bench.top_k_cases import KINDS, bounds, make_rows, random_shapes, verdict
 
 
@@ -225,9 +223,3 @@ def test_verdict_on_a_choice(chosen, expected):
     right = reference.top_k(logits, 3, None, end)
     assert right.tolist() == [[0, 1, 2]]
     assert verdict(logits, end, torch.tensor([chosen], dtype=torch.int32), right) == expected
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a CUDA device")
-def test_bench_top_k_asks_for_a_gpu():
-    with pytest.raises(Glm5labError, match="no CUDA device"):
-        run_top_k(None, print)

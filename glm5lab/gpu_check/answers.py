@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from glm5lab.attention.compile import MODULES
-from glm5lab.errors import CheckError
+from glm5lab.cuda_device import require_cuda
+from glm5lab.errors import CheckError, InputError, counted
 from glm5lab.gpu_check.cases import CASES, LENGTHS, PAIRS, EngineCase
 from glm5lab.gpu_check.compare import (
     Difference,
@@ -39,7 +40,7 @@ REMARKS = (
 
 def check_answers(
     work: Path,
-    names: Sequence[str],
+    names: Sequence[str] | None,
     at_once: int,
     timeout_s: float,
     out: Path | None,
@@ -49,7 +50,7 @@ def check_answers(
 
     Args:
         work: folder for models, answers and logs.
-        names: of the cases; all where empty.
+        names: of the cases; None for all.
         at_once: engines side by side on the GPU.
         timeout_s: seconds an engine may take.
         out: JSON file, or None.
@@ -57,8 +58,10 @@ def check_answers(
 
     Raises:
         CheckError: an engine failed, or ours is further from vLLM's than those are apart.
-        InputError: the file cannot be written.
+        InputError: there is no CUDA device, no case or none that fits, or the file cannot be
+            written.
     """
+    require_cuda("backends answers")
     require_writable(out)
     cases = fitting(chosen(names), len(visible_gpus()), echo)
     kinds = sorted({case.kind for case in cases})
@@ -72,27 +75,39 @@ def check_answers(
         raise CheckError("; ".join(report["wrong"]))
 
 
-def chosen(names: Sequence[str]) -> list[EngineCase]:
-    """The cases of these names.
+def chosen(names: Sequence[str] | None) -> list[EngineCase]:
+    """The cases of these names; of None all.
 
     Raises:
-        CheckError: there is no case of a name.
+        InputError: there is no name, or no case of one.
     """
+    if names is None:
+        return list(CASES)
     known = {case.name: case for case in CASES}
     unknown = [name for name in names if name not in known]
-    if unknown:
-        raise CheckError(f"no case is called {unknown[0]!r}; there are {', '.join(known)}")
-    return [known[name] for name in names] if names else list(CASES)
+    if unknown or not names:
+        cause = f"no case is called {unknown[0]!r}" if unknown else "names no case"
+        raise InputError("--only", cause, f"there are {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def fitting(
     cases: Sequence[EngineCase], gpus: int, echo: Callable[[str], None]
 ) -> list[EngineCase]:
-    """The cases for which there are GPUs enough; the others are named."""
+    """The cases for which there are GPUs enough; the others are named.
+
+    Raises:
+        InputError: there is none.
+    """
     for case in cases:
         if case.gpus > gpus:
             echo(f"{case.name}: left out, it takes {case.gpus} GPUs and there are {gpus}")
-    return [case for case in cases if case.gpus <= gpus]
+    kept = [case for case in cases if case.gpus <= gpus]
+    if not kept:
+        least = min(case.gpus for case in cases)
+        cause = f"no case fits, they take {counted(least, 'GPU')} or more and there are {gpus}"
+        raise InputError("--only", cause, "choose others, or run it where there are more GPUs")
+    return kept
 
 
 def compared(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from glm5lab.cuda_device import require_cuda
 from glm5lab.errors import CheckError
 from glm5lab.gpu_check.cases import FLASH_ATTN, FLASHMLA, FP8, OURS, EngineCase
 from glm5lab.gpu_check.machine import machine
@@ -57,8 +58,9 @@ def measure_speed(
 
     Raises:
         CheckError: an engine failed.
-        InputError: the file cannot be written.
+        InputError: there is no CUDA device, or the file cannot be written.
     """
+    require_cuda("backends speed")
     require_writable(out)
     models = {"full": write_model(work / f"model-{layers}", "full", layers)}
     extra = {"speed": WANTED, "lengths": [17]}

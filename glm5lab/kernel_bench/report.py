@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-from glm5lab.errors import Glm5labError
+from glm5lab.cuda_device import require_cuda
 from glm5lab.json_output import require_writable, write_json
 from glm5lab.kernel_bench.gguf_weights import bench_loading, bench_weights
 from glm5lab.kernel_bench.kernels import bench_kernels
@@ -61,9 +61,9 @@ def run(out: Path | None, echo: Callable[[str], None], architecture: str | None 
         Whether our own kernels ran and were right everywhere.
 
     Raises:
-        InputError: the file cannot be written.
-        Glm5labError: no CUDA device.
+        InputError: there is no CUDA device, or the file cannot be written.
     """
+    require_cuda("bench kernels")
     require_writable(out)
     rate, measured = bench_kernels(architecture)
     document = {**machine(architecture), "copy_tb_s": rate / 1e6}
@@ -86,9 +86,9 @@ def run_weights(out: Path | None, echo: Callable[[str], None]) -> None:
         echo: where lines go.
 
     Raises:
-        InputError: the file cannot be written.
-        Glm5labError: no CUDA device.
+        InputError: there is no CUDA device, or the file cannot be written.
     """
+    require_cuda("bench weights")
     require_writable(out)
     rate, measured = bench_weights()
     echo(f"copy kernel: {rate / 1e6:.2f} TB/s")
@@ -120,12 +120,10 @@ def run_top_k(out: Path | None, echo: Callable[[str], None]) -> bool:
         Whether our own kernel was exact everywhere.
 
     Raises:
-        InputError: the file cannot be written.
-        Glm5labError: no CUDA device.
+        InputError: there is no CUDA device, or the file cannot be written.
     """
+    require_cuda("bench top-k")
     require_writable(out)
-    if not torch.cuda.is_available():
-        raise Glm5labError("no CUDA device: `glm5lab bench top-k` tries kernels on a GPU")
     cases: dict[str, list[dict[str, Any]]] = {}
     for case in exactness(random_shapes(220, 20)):
         cases.setdefault(case["kernel"], []).append(case)
