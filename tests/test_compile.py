@@ -75,10 +75,13 @@ def test_every_tile_is_compiled():
 
 @pytest.mark.parametrize("text", ["", "sm_70", "90", "sm_90,hopper"])
 def test_unknown_architectures_are_refused(text):
-    with pytest.raises(
-        InputError, match="names no list of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, sm_121"
-    ):
+    known = "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, sm_121"
+    with pytest.raises(InputError, match=f"is no architecture that is known; give some of {known}"):
         parse_architectures(text)
+
+
+def test_architectures_are_read_once_however_they_are_written():
+    assert parse_architectures("sm_120, sm90,sm120") == [120, 90]
 
 
 @pytest.mark.slow

@@ -9,17 +9,19 @@ from glm5lab.errors import InputError
 
 
 def parse_architectures(text: str) -> list[int]:
-    """Read "sm_80,sm_120" as [80, 120].
+    """Read "sm_80,sm_120", or "sm80,sm120", as [80, 120]; each counts once.
 
     Raises:
         InputError: a name that is not among ARCHITECTURES.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     known = {f"sm_{a}": a for a in ARCHITECTURES}
-    wrong = [name for name in names if name not in known]
+    written = known | {name.replace("_", ""): a for name, a in known.items()}
+    wrong = [name for name in names if name not in written]
     if wrong or not names:
-        raise InputError("--arch", f"{text!r} names no list of {', '.join(known)}", "use those")
-    return [known[name] for name in names]
+        cause = f"{wrong[0] if wrong else text!r} is no architecture that is known"
+        raise InputError("--arch", cause, f"give some of {', '.join(known)}, with commas between")
+    return list(dict.fromkeys(written[name] for name in names))
 
 
 def line(r: Resources) -> str:
