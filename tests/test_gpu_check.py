@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from glm5lab.errors import CheckError, InputError
-from glm5lab.gpu_check import answers, cases
+from glm5lab.gpu_check import answers, cases, model
 from glm5lab.gpu_check.child import prompt
 from glm5lab.gpu_check.compare import difference, differences, pooled_mean
 from glm5lab.gpu_check.model import architecture, config_of, shapes_of, write_model
@@ -122,6 +122,41 @@ def test_the_model_has_real_attention_and_a_folder_is_taken_as_it_is(tmp_path):
     assert not (tmp_path / "model.safetensors").exists()
 
 
+def test_a_model_whose_writing_was_interrupted_is_written_anew(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    monkeypatch.setattr(model, "shapes_of", lambda *_: dict.fromkeys(names, (4, 2)))
+
+    def interrupted(_weights, file, **_):
+        Path(file).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "work" / "model-full"
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.torch, "save_file", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_model(folder, "full", device="cpu")
+    assert not folder.exists()
+    (leftover,) = folder.parent.iterdir()
+    (leftover / ".tmp").write_bytes(b"of the library that writes")
+    folder.mkdir()  # and one of a run that wrote into it
+    (folder / "model.safetensors").write_bytes(b"half")
+    assert write_model(folder, "full", device="cpu") == folder
+    assert [file.name for file in folder.parent.iterdir()] == ["model-full"]
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    assert weights["lm_head.weight"].shape == (4, 2)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "model-full").mkdir()
+    (tmp_path / "model-full" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"model-full: holds 'notes.txt' and no whole model; move"):
+        write_model(tmp_path / "model-full", "full", device="cpu")
+    assert (tmp_path / "model-full" / "notes.txt").read_text() == "mine"
+
+
 def test_prompts_are_the_same_everywhere():
     assert prompt(4) == prompt(4)
     assert prompt(4) != prompt(4, seed=1)
@@ -167,11 +202,11 @@ def test_the_referee_answers_a_prompt_in_chunks_as_whole(tmp_path, monkeypatch):
     weights = random_weights(arch, 1)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(twin_config(arch)))
-    model = hf.HfModel(tmp_path, "float32", "cpu")
+    referee = hf.HfModel(tmp_path, "float32", "cpu")
     tokens = [(i * 37 + 11) % 500 for i in range(50)]
-    whole = model.answer(tokens, 4)
+    whole = referee.answer(tokens, 4)
     monkeypatch.setattr(hf, "CHUNK", 7)
-    parts = model.answer(tokens, 4)
+    parts = referee.answer(tokens, 4)
     (row,) = differences([50], [whole], [parts])
     assert len(whole["prompt"]) == 49
     assert (row.same, row.generated) == (4, 4)

@@ -5,14 +5,17 @@ are GLM-5's own; experts, inner widths and vocabulary are cut down.
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from glm5lab.architecture import FULL, SHARED, Glm5Architecture
+from glm5lab.errors import InputError
 from glm5lab.gguf.sample_hf import twin_config
 from glm5lab.gguf.sample_weights import centre, hf_shapes, scale
 
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 KINDS = ("full", "share", "flash")
 SEED = 5
 POOL = 16  # keys that GLM-5.3-Flash's indexer scores as one
@@ -94,17 +97,48 @@ def config_of(arch: Glm5Architecture, kind: str) -> dict[str, Any]:
 
 
 def write_model(folder: Path, kind: str, layers: int = 4, device: str = "cuda") -> Path:
-    """Write config.json and bfloat16 weights; a folder that is already there is taken as it is.
+    """Write config.json and bfloat16 weights; a model that is already there is taken as it is.
 
     The weights depend on kind, layers and the kind of device alone. Logits have a standard
-    deviation of about 1.
+    deviation of about 1. They are written beside the folder, which is there once it is whole.
+
+    Raises:
+        InputError: the folder is there and holds something else.
     """
+    if (folder / CONFIG).is_file():
+        return folder
+    made = folder.with_name(f"{folder.name}.partial")
+    if made.exists():
+        shutil.rmtree(made)
+    clear(folder)
+    made.mkdir(parents=True)
+    write_files(made, kind, layers, device)
+    made.rename(folder)
+    return folder
+
+
+def clear(folder: Path) -> None:
+    """Remove what a run that wrote into the folder itself has left there, and nothing else.
+
+    Raises:
+        InputError: the folder holds something else.
+    """
+    if not folder.exists():
+        return
+    others = sorted(file.name for file in folder.iterdir() if file.name not in (WEIGHTS, CONFIG))
+    if others:
+        cause = f"holds {others[0]!r} and no whole model"
+        raise InputError(folder, cause, "move it away, or give another --work")
+    for name in (WEIGHTS, CONFIG):
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def write_files(folder: Path, kind: str, layers: int, device: str) -> None:
+    """Write the weights and config.json into a folder that is there; see `write_model`."""
     import torch
     from safetensors.torch import save_file
 
-    if (folder / "config.json").is_file():
-        return folder
-    folder.mkdir(parents=True)
     arch = architecture(kind, layers)
     generator = torch.Generator(device).manual_seed(SEED)
     weights: dict[str, Any] = {}
@@ -117,7 +151,6 @@ def write_model(folder: Path, kind: str, layers: int = 4, device: str = "cuda") 
     for layer in range(arch.num_hidden_layers, arch.block_count):
         weights[f"model.layers.{layer}.embed_tokens.weight"] = embedding.clone()
         weights[f"model.layers.{layer}.shared_head.head.weight"] = head.clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     config = json.dumps(config_of(arch, kind), indent=2)
-    (folder / "config.json").write_text(config + "\n")
-    return folder
+    (folder / CONFIG).write_text(config + "\n")
