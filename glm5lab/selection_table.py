@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from glm5lab.env import child_environment
-from glm5lab.errors import Glm5labError
+from glm5lab.errors import Glm5labError, InputError
 
 Table = dict[str, dict[str, dict[str, dict[str, Any]]]]
 CAPABILITY = re.compile(r"\d{1,2}\.\d")
@@ -37,11 +37,13 @@ def selection(capabilities: Sequence[str]) -> Table:
         capabilities: such as "12.0".
 
     Raises:
-        Glm5labError: a capability is none, or vLLM is missing or does not answer.
+        InputError: a capability is none.
+        Glm5labError: vLLM is missing or does not answer.
     """
     for capability in capabilities:
         if not CAPABILITY.fullmatch(capability):
-            raise Glm5labError(f"capability: expected MAJOR.MINOR such as 12.0, got {capability!r}")
+            cause = f"expected MAJOR.MINOR such as 12.0, got {capability!r}"
+            raise InputError("capability", cause, "nvidia-smi --query-gpu=compute_cap prints it")
     command = [sys.executable, "-m", "glm5lab.vllm_plugin.pretend_cuda", *capabilities]
     child = subprocess.run(
         command,

@@ -113,10 +113,12 @@ def test_the_command_prints_the_same_table(table):
 
 
 def test_what_is_no_capability_is_refused():
-    from glm5lab.errors import Glm5labError
+    from glm5lab.errors import InputError
     from glm5lab.selection_table import selection
 
-    with pytest.raises(Glm5labError, match=r"expected MAJOR.MINOR such as 12.0, got 'sm_120'"):
+    with pytest.raises(
+        InputError, match=r"capability: expected MAJOR.MINOR such as 12.0, got 'sm_120'"
+    ):
         selection(["sm_120"])
 
 
