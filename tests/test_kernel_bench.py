@@ -56,6 +56,46 @@ def test_a_wrong_kernel_of_ours_is_reported(row, measured, monkeypatch):
     assert isinstance(result.exception, CheckError)
 
 
+LOADING = dict.fromkeys(("load_bytes_s", "read_bytes_s", "read_together_bytes_s"), 1e9)
+PRODUCTS = [
+    Row("down, Q4_K, 8 tokens", "GGUF blocks", 6.5, 0.008, 5.0, bound=1e-2),
+    Row("down, Q4_K, 8 tokens", "bf16", 9.5, 0.002, 5.0, bound=1e-2),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            Row("down, Q6_K, 1 tokens", "sorted by expert", 6.5, 0.0123, 5.0, bound=1e-2),
+            "down, Q6_K, 1 tokens, sorted by expert: error 0.0123, above our bound of 0.01",
+        ),
+        (
+            Row("down, Q6_K, 1 tokens", "GGUF blocks", 6.5, math.nan, 5.0, bound=1e-2),
+            "down, Q6_K, 1 tokens, GGUF blocks: error nan, above our bound of 0.01",
+        ),
+        (
+            Row("down, Q6_K, 1 tokens", "GGUF blocks", math.nan, math.nan, 5.0, "no memory"),
+            "down, Q6_K, 1 tokens, GGUF blocks: did not run: no memory",
+        ),
+    ],
+    ids=("error", "nan", "did not run"),
+)
+def test_a_wrong_product_is_reported_once_all_is_written(
+    row, said, measured, monkeypatch, tmp_path
+):
+    rows = list(PRODUCTS)
+    monkeypatch.setattr(report, "bench_weights", lambda: (4.05e6, iter(rows)))
+    monkeypatch.setattr(report, "bench_loading", lambda: LOADING)
+    report.run_weights(tmp_path / "right.json", lambda _: None)
+    rows.append(row)
+    result = CliRunner().invoke(app, ["weights", "--json", str(tmp_path / "out.json")])
+    assert isinstance(result.exception, CheckError)
+    assert str(result.exception) == said
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [entry["name"] for entry in written["rows"]] == ["GGUF blocks", "bf16", row.name]
+
+
 def test_what_is_prepared_is_prepared_once():
     made = []
 

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from glm5lab.cuda_device import require_cuda
+from glm5lab.errors import CheckError
 from glm5lab.json_output import require_writable, write_json
 from glm5lab.kernel_bench.gguf_weights import bench_loading, bench_weights
 from glm5lab.kernel_bench.kernels import bench_kernels
@@ -79,23 +80,28 @@ def run(out: Path | None, echo: Callable[[str], None], architecture: str | None 
 
 
 def run_weights(out: Path | None, echo: Callable[[str], None]) -> None:
-    """Measure weights that stay GGUF blocks, print each row, and write all of them.
+    """Measure weights that stay GGUF blocks, print each row, write all of them, judge each.
 
     Args:
         out: JSON file, or None.
         echo: where lines go.
 
     Raises:
+        CheckError: a product did not run, or its error is above its bound.
         InputError: there is no CUDA device, or the file cannot be written.
     """
     require_cuda("bench weights")
     require_writable(out)
     rate, measured = bench_weights()
     echo(f"copy kernel: {rate / 1e6:.2f} TB/s")
-    rows = []
+    rows, wrong = [], []
     for row in measured:
         echo(line(row))
         rows.append({k: v for k, v in asdict(row).items() if v == v and v != ""})
+        if not row.right:
+            error = f"error {row.error:.4g}, above our bound of {row.bound:g}"
+            why = f"did not run: {row.note}" if row.note else error
+            wrong.append(f"{row.case}, {row.name}: {why}")
     loading = bench_loading()
     echo(
         "GB/s from the page cache: loading {load:.2f}, plain reading {read:.2f} by one thread, "
@@ -107,6 +113,8 @@ def run_weights(out: Path | None, echo: Callable[[str], None]) -> None:
     )
     document = {**machine(), "command": "glm5lab bench weights", "copy_tb_s": rate / 1e6}
     write_json(out, {**document, "rows": rows, "loading": loading})
+    if wrong:
+        raise CheckError("; ".join(wrong))
 
 
 def run_top_k(out: Path | None, echo: Callable[[str], None]) -> bool:
