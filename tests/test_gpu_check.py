@@ -9,7 +9,7 @@ import pytest
 from glm5lab.errors import CheckError, InputError
 from glm5lab.gpu_check import answers, cases, model
 from glm5lab.gpu_check.child import prompt
-from glm5lab.gpu_check.compare import difference, differences, pooled_mean
+from glm5lab.gpu_check.compare import difference, differences, line, pooled_mean
 from glm5lab.gpu_check.model import architecture, config_of, shapes_of, write_model
 from glm5lab.gpu_check.run import dealt
 
@@ -24,7 +24,7 @@ def test_a_difference_ends_where_tokens_part():
     found = difference(3, a, b)
     assert (found.same, found.generated) == (1, 3)
     assert found.mean == pytest.approx(0.25)
-    assert found.largest == found.mean * 2 == 0.5
+    assert found.largest == 0.5
     assert found.beyond == 0.5
     assert found.step == pytest.approx(0.2)
     assert found.margin == pytest.approx(0.25)
@@ -47,8 +47,8 @@ def table(mean):
 def test_ours_may_be_as_far_from_a_native_backend_as_two_are_apart():
     native = table(0.070)
     assert not answers.wrong({"natives": native, "ours and flash_attn": table(0.075)}, {})
-    (line,) = answers.wrong({"natives": native, "ours and flash_attn": table(0.080)}, {})
-    assert line == "ours and flash_attn: mean 0.0800, where 'natives' has 0.0700"
+    (said,) = answers.wrong({"natives": native, "ours and flash_attn": table(0.080)}, {})
+    assert said == "ours and flash_attn: mean 0.0800, where 'natives' has 0.0700"
 
 
 def test_several_native_comparisons_bound_by_the_greatest_of_each_prompt():
@@ -58,8 +58,8 @@ def test_several_native_comparisons_bound_by_the_greatest_of_each_prompt():
     assert not answers.wrong(tables, {})  # one of its bounds did not run
     assert answers.absent(answers.bounds_of(mine), tables) == [second]
     assert not answers.wrong(tables | {second: table(0.062)}, {})
-    (line,) = answers.wrong(tables | {second: table(0.058)}, {})
-    assert line == f"{mine}: mean 0.0660, where {first!r} and {second!r} has 0.0580"
+    (said,) = answers.wrong(tables | {second: table(0.058)}, {})
+    assert said == f"{mine}: mean 0.0660, where {first!r} and {second!r} has 0.0580"
 
 
 @pytest.mark.parametrize("name", ["ours, MTP 3", "ours graphs, alone and together"])
@@ -68,8 +68,36 @@ def test_generated_tokens_are_judged_too(name):
     b = answer([-1.0], [6], [{"6": -0.1}])
     native = table(0.07)
     assert not answers.wrong({"natives": native, name: differences([1000], [a], [a])}, {})
-    (line,) = answers.wrong({"natives": native, name: differences([1000], [a], [b])}, {})
-    assert line == (f"{name}: a token after 1000 is 8.90 apart, where 'natives' has 0.07 at most")
+    (said,) = answers.wrong({"natives": native, name: differences([1000], [a], [b])}, {})
+    assert said == (f"{name}: a token after 1000 is 8.90 apart, where 'natives' has 0.07 at most")
+
+
+def test_answers_from_the_cache_have_no_mean_and_are_judged_by_their_tokens():
+    a = answer([], [5], [{"5": -0.1, "6": -9.0}])
+    b = answer([], [6], [{"6": -0.1}])
+    alike, parted = differences([1000], [a], [a]), differences([1000], [a], [b])
+    assert (alike[0].mean, pooled_mean(alike)) == (None, None)
+    assert "1000 tokens: prompt not asked for; 1/1 generated alike" in line("ours", alike[0])
+    name, native = "ours chunks, again from the cache", table(0.07)
+    assert not answers.wrong({"natives": native, name: alike}, {})
+    (said,) = answers.wrong({"natives": native, name: parted}, {})
+    assert said == f"{name}: a token after 1000 is 8.90 apart, where 'natives' has 0.07 at most"
+    chunks = {"alone": [a] * 7, "again": [[a | {"cached": 0}] * 7, [a | {"cached": 9}] * 7]}
+    engine = chunks | {"started_s": 1.0, "compiled": []}
+    report = answers.compared(answers.chosen(["ours chunks"]), {"ours chunks": engine}, print)
+    assert report["mean"] == {name: None}
+    assert report["unjudged"] == [name]
+
+
+@pytest.mark.parametrize("lacking", ["natives", "ours and flash_attn"])
+def test_a_comparison_that_should_have_a_mean_and_has_none_is_wrong(lacking):
+    same = answer([], [5], [{"5": -0.1}])
+    tables = {"natives": table(0.07), "ours and flash_attn": table(0.07)}
+    tables[lacking] = differences([1000], [same], [same])
+    (said,) = answers.wrong(tables, {})
+    assert said.startswith("ours and flash_attn: not judged, ")
+    assert said.endswith("has no log-probabilities of prompts")
+    assert lacking in said.partition("not judged")[2]
 
 
 def test_late_kernels_of_ours_an_unused_cache_and_a_dead_engine_are_wrong():

@@ -158,7 +158,7 @@ def answers() -> str:
     """Mean distances of log-probabilities: ours to natives, and natives to each other."""
     measured = measurements("backend_answers")
     mean = measured["mean"]
-    engines = {name: value for name, value in mean.items() if "HF" not in name}
+    engines = {n: value for n, value in mean.items() if "HF" not in n and value is not None}
     ours = [value for name, value in engines.items() if name.startswith("ours and ")]
     natives = [v for name, v in engines.items() if name.startswith("natives") and "fp8" not in name]
     said = (
@@ -173,7 +173,8 @@ def answers() -> str:
         f" While they served, {own or 'none'} of glm5lab's kernels were compiled; vLLM's own were, "
         f"up to {max(late)} of them in {sum(n > 0 for n in late)} of {len(late)} engines."
     )
-    table = markdown(("compared", "mean"), [(n, f"{value:.4f}") for n, value in mean.items()])
+    cells = [(n, "-" if value is None else f"{value:.4f}") for n, value in mean.items()]
+    table = markdown(("compared", "mean"), cells)
     return "\n\n".join([said, details("all comparisons", table), *_remarks(measured)])
 
 

@@ -13,7 +13,8 @@ class Difference:
 
     Attributes:
         length: prompt tokens.
-        mean: mean distance of the prompt tokens' log-probabilities; 0 where they were not asked.
+        mean: mean distance of the prompt tokens' log-probabilities; None where none were asked for,
+            and the next two are 0.
         largest: their largest distance.
         beyond: share of them above 0.1, where an expert or a key of the top-k changed.
         same: generated tokens before the first that differs.
@@ -23,7 +24,7 @@ class Difference:
     """
 
     length: int
-    mean: float
+    mean: float | None
     largest: float
     beyond: float
     same: int
@@ -48,7 +49,7 @@ def difference(length: int, a: dict[str, Any], b: dict[str, Any]) -> Difference:
     count = len(gaps) or 1
     return Difference(
         length=length,
-        mean=sum(gaps) / count,
+        mean=sum(gaps) / count if gaps else None,
         largest=max(gaps, default=0.0),
         beyond=sum(gap > FLIP for gap in gaps) / count,
         same=same,
@@ -65,25 +66,31 @@ def differences(
     return [difference(n, x, y) for n, x, y in zip(lengths, a, b, strict=True)]
 
 
-def pooled_mean(rows: Sequence[Difference]) -> float:
-    """Mean distance over the tokens of all prompts."""
-    tokens = sum(row.length for row in rows)
-    return sum(row.mean * row.length for row in rows) / tokens
+def pooled_mean(rows: Sequence[Difference]) -> float | None:
+    """Mean distance over the tokens of all prompts; None where a prompt has none."""
+    return spread([rows])
 
 
-def spread(tables: Sequence[Sequence[Difference]]) -> float:
+def spread(tables: Sequence[Sequence[Difference]]) -> float | None:
     """`pooled_mean` of several comparisons over the same prompts: for each the greatest mean."""
-    prompts = list(zip(*tables, strict=True))
-    tokens = sum(rows[0].length for rows in prompts)
-    return sum(max(row.mean for row in rows) * rows[0].length for rows in prompts) / tokens
+    total, tokens = 0.0, 0
+    for rows in zip(*tables, strict=True):
+        means = [row.mean for row in rows if row.mean is not None]
+        if len(means) < len(rows):
+            return None
+        total += max(means) * rows[0].length
+        tokens += rows[0].length
+    return total / tokens
 
 
 def line(name: str, row: Difference) -> str:
     """One comparison as a line."""
     parted = "" if row.same == row.generated else f", parted at a margin of {row.margin:.3f}"
+    prompt = "prompt not asked for"
+    if row.mean is not None:
+        prompt = f"prompt mean {row.mean:.4f}, max {row.largest:.3f}, {row.beyond:.1%} above {FLIP}"
     return (
-        f"{name:36} {row.length:6} tokens: prompt mean {row.mean:.4f}, max {row.largest:.3f}, "
-        f"{row.beyond:.1%} above {FLIP}; "
+        f"{name:36} {row.length:6} tokens: {prompt}; "
         f"{row.same}/{row.generated} generated alike, max {row.step:.3f}{parted}"
     )
 
