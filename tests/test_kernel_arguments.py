@@ -1,14 +1,24 @@
 """Layer 3: what kernels refuse before they launch, and where they launch."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from interpreted import run_interpreted
 from test_sparse_mla import TOLERANCE
 
-from glm5lab.attention import arguments, kv_cache, reference
+from glm5lab.attention import (
+    arguments,
+    implementation,
+    index_store_implementation,
+    kv_cache,
+    reference,
+    row_formats,
+    store_implementation,
+)
 from glm5lab.attention.indexer import mqa_logits
 from glm5lab.attention.indexer_paged import paged_mqa_logits
 from glm5lab.attention.shared_rows import sparse_mla_shared
@@ -18,6 +28,7 @@ from glm5lab.attention.topk import top_k
 Q, KV = torch.zeros(2, 4, 576), torch.zeros(9, 576)
 SLOTS, INDICES = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
 ONES = torch.ones(1, dtype=torch.int32)
+INDEX_Q, WEIGHTS = torch.zeros(2, 4, 32), torch.zeros(2, 4)
 PAGES, TABLE = torch.zeros(2, 4, 32), torch.zeros(1, 1, dtype=torch.int32)
 
 
@@ -81,6 +92,228 @@ def test_a_cpu_tensor_is_refused(name, call):
 def test_what_does_not_fit_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def refuses(call, given, change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(**given | change)
+
+
+BOUNDS = [
+    ({name: bound}, f"{name}: expected {text}")
+    for name in ("start", "end")
+    for bound, text in (
+        ([1, 2], "a tensor or None, got list [1, 2]"),
+        (2, "a tensor or None, got int 2"),
+        (np.array([1, 2]), "a tensor or None, got ndarray array([1, 2])"),
+        (torch.ones(2, dtype=torch.bool), "integers [2], got torch.bool (2,)"),
+        (torch.ones(2, dtype=torch.complex64), "integers [2], got torch.complex64 (2,)"),
+    )
+]
+
+
+@pytest.mark.parametrize("call", [reference.sparse_mla, sparse_mla, sparse_mla_shared])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"q": (Q, Q, Q)},
+            "q: expected a tensor or a tuple of two, got tuple (float32 (2, 4, 576) on",
+        ),
+        ({"q": [[1.0]]}, "q: expected a tensor or a tuple of two, got list [[1.0]]"),
+        ({"q": (Q, None)}, "q: expected a tensor or a tuple of two, got tuple"),
+        ({"kv": None}, "kv: expected a tensor, got NoneType"),
+        ({"kv": KV.to("meta")}, "kv: expected a tensor on cpu, got meta"),
+        ({"indices": [[0]]}, "indices: expected a tensor, got list [[0]]"),
+        ({"indices": INDICES.to("meta")}, "indices: expected a tensor on cpu, got meta"),
+        ({"lengths": SLOTS.to("meta")}, "lengths: expected a tensor on cpu, got meta"),
+        ({"lengths": [1, 2]}, "lengths: expected a tensor or None, got list [1, 2]"),
+        ({"lengths": np.array([1, 2])}, "lengths: expected a tensor or None, got ndarray array("),
+        ({"lengths": 2}, "lengths: expected a tensor or None, got int 2"),
+        ({"out": Q[..., :512].to("meta")}, "out: expected a tensor on cpu, got meta"),
+        ({"out": 1}, "out: expected a tensor or None, got int 1"),
+        ({"d_v": 512.0}, "d_v: expected an integer, got float 512.0"),
+        ({"scale": None}, "scale: expected a float, got NoneType"),
+        ({"scale": "1"}, "scale: expected a float, got str '1'"),
+        ({"scale": torch.tensor(1.0)}, "scale: expected a float, got Tensor float32 () on cpu"),
+    ],
+)
+def test_sparse_mla_names_what_does_not_fit(call, change, message):
+    refuses(call, {"q": Q, "kv": KV, "indices": INDICES, "scale": 1.0}, change, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": Q.int()}, "bfloat16 or float16, got torch.int32"),
+        ({"kv": KV.int()}, "kv: expected torch.float32 (the dtype of q) or uint8, got torch.int32"),
+        ({"kv": KV.half()}, "kv: expected torch.float32 (the dtype of q) or uint8, got torch.floa"),
+        ({"out": Q[..., :512].half()}, "out: expected torch.float32 (the dtype of q), got"),
+    ],
+)
+def test_the_reference_names_dtypes_that_do_not_fit(change, message):
+    given = {"q": Q, "kv": KV, "indices": INDICES, "scale": 1.0}
+    refuses(reference.sparse_mla, given, change, message)
+
+
+@pytest.mark.parametrize("call", [reference.sparse_mla, sparse_mla])
+@pytest.mark.parametrize("table", [TABLE, (TABLE,), (TABLE, [0, 0])])
+def test_a_table_of_another_kind_is_named(call, table):
+    given = {"q": Q, "kv": KV[None], "indices": INDICES, "scale": 1.0}
+    message = f"table: expected a tuple of two tensors, got {type(table).__name__} "
+    refuses(call, given, {"table": table}, message)
+
+
+@pytest.mark.parametrize("call", [reference.mqa_logits, mqa_logits])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": INDEX_Q.to(torch.int8)}, "float8_e4m3fn, got torch.int8"),
+        ({"q": INDEX_Q.to(torch.float8_e5m2)}, "float8_e4m3fn, got torch.float8_e5m2"),
+        ({"q": INDEX_Q[:, :0], "weights": WEIGHTS[:, :0]}, "q: expected at least one head, got no"),
+        ({"q": None}, "q: expected a tensor, got NoneType"),
+        (
+            {"k": PAGES[0].to(torch.int8)},
+            "k: expected float64, float32, bfloat16, float16 or float",
+        ),
+        ({"k": PAGES[0].to(torch.float8_e5m2)}, "float8_e4m3fn, got torch.float8_e5m2"),
+        (
+            {"weights": WEIGHTS.to(torch.complex64)},
+            "weights: expected a floating dtype, got torch.complex64",
+        ),
+        ({"weights": 1.0}, "weights: expected a tensor, got float 1.0"),
+        ({"k_scale": 1.0}, "k_scale: expected a tensor or None, got float 1.0"),
+        *BOUNDS,
+    ],
+)
+def test_mqa_logits_names_what_does_not_fit(call, change, message):
+    refuses(call, {"q": INDEX_Q, "k": PAGES[0], "weights": WEIGHTS}, change, message)
+
+
+@pytest.mark.parametrize("call", [reference.paged_mqa_logits, paged_mqa_logits])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": INDEX_Q[None].to(torch.int8)}, "float8_e4m3fn, got torch.int8"),
+        ({"q": INDEX_Q[None, :, :0], "weights": WEIGHTS[:, :0]}, "q: expected at least one head"),
+        (
+            {"cache": PAGES.to(torch.int8)},
+            "cache: expected float64, float32, bfloat16, float16, fl",
+        ),
+        (
+            {"weights": WEIGHTS.to(torch.complex64)},
+            "weights: expected a floating dtype, got torch.complex64",
+        ),
+        ({"context_lens": [1]}, "context_lens: expected a tensor, got list [1]"),
+        ({"context_lens": ONES.bool()}, "context_lens: expected an integer dtype, got torch.bool"),
+        ({"block_table": [[0]]}, "block_table: expected a tensor, got list [[0]]"),
+        (
+            {"block_table": TABLE.to(torch.complex64)},
+            "block_table: expected an integer dtype, got torch.comp",
+        ),
+        ({"max_len": 4.0}, "max_len: expected an integer, got float 4.0"),
+        ({"max_len": None}, "max_len: expected an integer, got NoneType"),
+    ],
+)
+def test_paged_mqa_logits_names_what_does_not_fit(call, change, message):
+    given = {"q": INDEX_Q[None], "cache": PAGES, "weights": WEIGHTS, "context_lens": ONES}
+    refuses(call, given | {"block_table": TABLE, "max_len": 4}, change, message)
+
+
+@pytest.mark.parametrize("call", [reference.top_k, top_k])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": [[1.0]]}, "logits: expected a tensor, got list [[1.0]]"),
+        (
+            {"logits": Q[0].to(torch.float8_e5m2)},
+            "bfloat16 or float16 [tokens, columns], got torch",
+        ),
+        ({"k": 2.0}, "k: expected an integer, got float 2.0"),
+        ({"k": "2"}, "k: expected an integer, got str '2'"),
+        ({"k": None}, "k: expected an integer, got NoneType"),
+        ({"k": True}, "k: expected an integer, got bool True"),
+        *BOUNDS,
+    ],
+)
+def test_top_k_names_what_does_not_fit(call, change, message):
+    refuses(call, {"logits": torch.zeros(2, 9), "k": 2}, change, message)
+
+
+@pytest.mark.parametrize("module", [row_formats, kv_cache])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("store_rows", {"slots": [0, 1]}, "slots: expected a tensor, got list [0, 1]"),
+        (
+            "store_rows",
+            {"slots": SLOTS.bool()},
+            "slots: expected integers [N], got torch.bool (2,)",
+        ),
+        ("store_rows", {"latent": None}, "latent: expected a tensor, got NoneType"),
+        ("store_rows", {"rope": 1}, "rope: expected a tensor or None, got int 1"),
+        ("store_index_keys", {"keys": [1.0]}, "keys: expected a tensor, got list [1.0]"),
+        ("gather", {"slots": 1}, "slots: expected a tensor, got int 1"),
+        (
+            "gather",
+            {"cache": torch.zeros(())},
+            "cache: expected [rows, width] or [pages, page_size",
+        ),
+        ("gather", {"dtype": "float32"}, "dtype: expected a floating dtype, got str 'float32'"),
+    ],
+)
+def test_what_stores_and_gathers_names_what_does_not_fit(module, name, change, message):
+    given = {
+        "store_rows": {"cache": KV, "latent": Q[:, 0, :512], "rope": Q[:, 0, 512:]},
+        "store_index_keys": {"cache": torch.zeros(1, 4, 36).byte(), "keys": PAGES[0]},
+        "gather": {"cache": KV},
+    }
+    refuses(getattr(module, name), {"slots": SLOTS, **given[name]}, change, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tokens_at_once", 0, "tokens_at_once: expected at least 1, got 0"),
+        ("tokens_at_once", None, "tokens_at_once: expected an integer, got NoneType"),
+    ],
+)
+def test_the_reference_names_a_number_of_tokens_that_does_not_fit(name, value, message):
+    given = {"q": Q, "kv": KV, "indices": INDICES, "scale": 1.0}
+    refuses(reference.sparse_mla, given, {name: value}, message)
+
+
+def test_the_width_of_a_compact_result_is_an_integer():
+    given = {"q": INDEX_Q, "k": PAGES[0], "weights": WEIGHTS, "start": SLOTS, "end": SLOTS}
+    message = "width: expected an integer, got float 4.0"
+    refuses(mqa_logits, given, {"clean": False, "width": 4.0}, message)
+
+
+@pytest.mark.parametrize(
+    "choose", [implementation, store_implementation, index_store_implementation]
+)
+@pytest.mark.parametrize("kind", ["nonsense", "cuda:0", None, torch.device("cpu")])
+def test_a_device_type_that_is_not_known_is_named(choose, kind):
+    refuses(choose, {"device_type": kind}, {}, f'expected "cpu" or "cuda", got {kind!r}')
+
+
+@pytest.mark.parametrize(
+    ("kv", "table"),
+    [
+        (KV[:0], None),
+        (PAGES.new_zeros(0, 4, 576), None),
+        (PAGES.new_zeros(0, 4, 576), (TABLE, SLOTS.int())),
+        (PAGES.new_zeros(3, 0, 576), (TABLE, SLOTS.int())),
+        (torch.zeros(0, 656, dtype=torch.uint8), None),
+    ],
+)
+def test_an_empty_cache_gives_zero_and_minus_infinity(kv, table):
+    out = torch.full((2, 4, 512), 7.0)
+    for given in (None, out):
+        got, lse = reference.sparse_mla(Q, kv, INDICES - 1, 1.0, out=given, table=table)
+        assert torch.equal(got, torch.zeros(2, 4, 512))
+        assert torch.equal(lse, torch.full((2, 4), float("-inf")))
+    assert not out.any()
 
 
 def test_kernels_launch_on_the_tensors_own_gpu(monkeypatch):
@@ -151,7 +384,17 @@ def compare_heads_far_apart(device):
         assert error.max() < TOLERANCE[torch.float16]
 
 
+def compare_empty_caches(device):
+    """No row at all: zero and -inf from every form."""
+    q, indices = Q.to(device), INDICES.to(device) - 1
+    for attend in (reference.sparse_mla, sparse_mla, sparse_mla_shared):
+        out, lse = attend(q, KV[:0].to(device), indices, 1.0)
+        assert torch.equal(out, torch.zeros_like(out))
+        assert torch.equal(lse, torch.full_like(lse, float("-inf")))
+
+
 def compare_all(device):
+    compare_empty_caches(device)
     compare_wide_bounds(device)
     compare_short_rows(device)
     compare_heads_far_apart(device)

@@ -10,6 +10,7 @@ from typing import Any
 
 SparseMLA = Callable[..., Any]
 StoreRows = Callable[..., None]
+DEVICE_TYPES = ("cpu", "cuda")  # as torch.device.type names them
 
 
 def triton_interpreted() -> bool:
@@ -22,7 +23,13 @@ def implementation_name(device_type: str) -> str:
 
     Triton runs on GPUs, and on CPUs only in its interpreter (TRITON_INTERPRET=1), which is far
     slower than the reference and meant for testing the kernel inside the engine.
+
+    Raises:
+        ValueError: a device type that is none of DEVICE_TYPES.
     """
+    if device_type not in DEVICE_TYPES:
+        known = " or ".join(f'"{name}"' for name in DEVICE_TYPES)
+        raise ValueError(f"device_type: expected {known}, got {device_type!r}")
     return "triton" if device_type != "cpu" or triton_interpreted() else "reference"
 
 

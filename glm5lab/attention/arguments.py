@@ -1,12 +1,55 @@
 """What the functions take: checks that the references and the kernels share, and devices."""
 
+import reprlib
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 
 import torch
 
 from glm5lab.attention import triton_interpreted
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INDEX_KEYS = (*FLOATS, torch.float8_e4m3fn)
+
+
+class _Shown(reprlib.Repr):
+    """Values as text, cut off where they are long; a tensor's stay on its device."""
+
+    def repr1(self, x: object, level: int) -> str:
+        if isinstance(x, torch.Tensor):
+            return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
+        return super().repr1(x, level)
+
+
+def shown(value: object) -> str:
+    """Type and value for an error's text."""
+    text = "" if value is None else " " + " ".join(_Shown().repr(value).split())
+    return f"{type(value).__name__}{text}"
+
+
+def named(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Names of dtypes for an error's text."""
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def check_tensors(optional: bool = False, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError naming the first that is no tensor; None passes where it is optional."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) and not (optional and tensor is None):
+            raise ValueError(
+                f"{name}: expected a tensor{' or None' if optional else ''}, got {shown(tensor)}"
+            )
+
+
+def check_integer(name: str, value: object, least: int | None = None) -> None:
+    """Raise ValueError unless a value is an integer (a numpy one too), at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name}: expected an integer, got {shown(value)}")
+    if least is not None and int(value) < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def check_kernels_run_on(name: str, tensor: torch.Tensor) -> None:
@@ -36,10 +79,11 @@ def int32_bounds(bounds: torch.Tensor) -> torch.Tensor:
 
 def _check_bounds(tokens: int, start: torch.Tensor | None, end: torch.Tensor | None) -> None:
     """Raise ValueError unless both bounds are absent or integers, one a token."""
+    check_tensors(optional=True, start=start, end=end)
     for name, bound in (("start", start), ("end", end)):
         if bound is None:
             continue
-        if bound.shape != (tokens,) or bound.is_floating_point():
+        if bound.shape != (tokens,) or bound.dtype not in INTEGERS:
             raise ValueError(
                 f"{name}: expected integers [{tokens}], got {bound.dtype} {tuple(bound.shape)}"
             )
@@ -61,13 +105,19 @@ def check_mqa_logits_arguments(
     k_scale: torch.Tensor | None,
 ) -> None:
     """Raise ValueError naming the first argument of `mqa_logits` that does not fit."""
+    check_tensors(q=q, k=k, weights=weights)
+    check_tensors(optional=True, k_scale=k_scale)
     if q.dim() != 3:
         raise ValueError(f"q: expected [tokens, heads, width], got shape {tuple(q.shape)}")
     tokens, heads, width = q.shape
+    _check_index_queries(q, heads)
     if k.dim() != 2 or k.shape[1] != width:
         raise ValueError(
             f"k: expected [keys, {width}] (the width of q), got shape {tuple(k.shape)}"
         )
+    if k.dtype not in INDEX_KEYS:
+        raise ValueError(f"k: expected {named(INDEX_KEYS)}, got {k.dtype}")
+    _check_weights(weights)
     if weights.shape != (tokens, heads):
         raise ValueError(f"weights: expected [{tokens}, {heads}], got {tuple(weights.shape)}")
     if k_scale is not None and (k_scale.numel() != len(k) or k_scale.dtype != torch.float32):
@@ -78,21 +128,22 @@ def check_mqa_logits_arguments(
     check_devices(q, k=k, weights=weights, start=start, end=end, k_scale=k_scale)
 
 
-def check_paged_mqa_logits_arguments(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_len: int,
-) -> None:
-    """Raise ValueError naming the first argument of `paged_mqa_logits` that does not fit."""
-    if q.dim() != 4:
-        raise ValueError(
-            f"q: expected [requests, queries, heads, width], got shape {tuple(q.shape)}"
-        )
-    requests, queries, heads, width = q.shape
+def _check_index_queries(q: torch.Tensor, heads: int) -> None:
+    if q.dtype not in INDEX_KEYS:
+        raise ValueError(f"q: expected {named(INDEX_KEYS)}, got {q.dtype}")
+    if not heads:
+        raise ValueError("q: expected at least one head, got none")
+
+
+def _check_weights(weights: torch.Tensor) -> None:
+    if not weights.is_floating_point():
+        raise ValueError(f"weights: expected a floating dtype, got {weights.dtype}")
+
+
+def _check_index_cache(cache: torch.Tensor, width: int) -> None:
     row = width + 4 if cache.dtype == torch.uint8 else width
+    if cache.dtype not in (*INDEX_KEYS, torch.uint8):
+        raise ValueError(f"cache: expected {named((*INDEX_KEYS, torch.uint8))}, got {cache.dtype}")
     if cache.dim() != 3 or cache.shape[2] != row:
         raise ValueError(
             f"cache: expected [pages, page_size, {row}] ({cache.dtype}, q of width {width}), "
@@ -105,6 +156,27 @@ def check_paged_mqa_logits_arguments(
             "cache: expected pages of fp8 keys a multiple of 4 bytes apart and from the start of "
             f"their memory, got strides {cache.stride()}, offset {cache.storage_offset()}"
         )
+
+
+def check_paged_mqa_logits_arguments(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_len: int,
+) -> None:
+    """Raise ValueError naming the first argument of `paged_mqa_logits` that does not fit."""
+    check_tensors(q=q, cache=cache, weights=weights)
+    check_tensors(context_lens=context_lens, block_table=block_table)
+    if q.dim() != 4:
+        raise ValueError(
+            f"q: expected [requests, queries, heads, width], got shape {tuple(q.shape)}"
+        )
+    requests, queries, heads, width = q.shape
+    _check_index_queries(q, heads)
+    _check_index_cache(cache, width)
+    _check_weights(weights)
     if weights.shape not in ((requests * queries, heads), (requests, queries, heads)):
         raise ValueError(
             f"weights: expected [{requests * queries}, {heads}], got {tuple(weights.shape)}"
@@ -115,14 +187,13 @@ def check_paged_mqa_logits_arguments(
             f"got {tuple(context_lens.shape)}"
         )
     for name, whole in (("context_lens", context_lens), ("block_table", block_table)):
-        if whole.is_floating_point():
+        if whole.dtype not in INTEGERS:
             raise ValueError(f"{name}: expected an integer dtype, got {whole.dtype}")
     if block_table.dim() != 2 or block_table.shape[0] != requests:
         raise ValueError(
             f"block_table: expected [{requests}, pages], got {tuple(block_table.shape)}"
         )
-    if max_len < 0:
-        raise ValueError(f"max_len: expected at least 0, got {max_len}")
+    check_integer("max_len", max_len, 0)
     check_devices(
         q, cache=cache, weights=weights, context_lens=context_lens, block_table=block_table
     )
@@ -132,12 +203,12 @@ def check_top_k_arguments(
     logits: torch.Tensor, k: int, start: torch.Tensor | None, end: torch.Tensor | None
 ) -> None:
     """Raise ValueError naming the first argument of `top_k` that does not fit."""
-    if logits.dim() != 2 or not logits.is_floating_point():
+    check_tensors(logits=logits)
+    if logits.dim() != 2 or logits.dtype not in FLOATS:
         raise ValueError(
-            f"logits: expected floating point [tokens, columns], "
+            f"logits: expected {named(FLOATS)} [tokens, columns], "
             f"got {logits.dtype} {tuple(logits.shape)}"
         )
-    if k < 1:
-        raise ValueError(f"k: expected at least 1, got {k}")
+    check_integer("k", k, 1)
     _check_bounds(logits.shape[0], start, end)
     check_devices(logits, start=start, end=end)

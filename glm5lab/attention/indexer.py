@@ -15,6 +15,7 @@ import triton.language as tl
 
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.arguments import (
+    check_integer,
     check_kernels_run_on,
     check_mqa_logits_arguments,
     int32_bounds,
@@ -272,8 +273,8 @@ def mqa_logits(
     check_dtypes(q, "k", k)
     if width is not None and (start is None or end is None or clean):
         raise ValueError("width: a compact result needs start and end, and clean=False")
-    if width is not None and width < 0:
-        raise ValueError(f"width: expected at least 0, got {width}")
+    if width is not None:
+        check_integer("width", width, 0)
     check_kernels_run_on("q", q)
     tile = tile or prefill_tile(kernel_device(q), q.itemsize)
     tokens, heads, dim = q.shape

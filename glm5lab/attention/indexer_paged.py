@@ -151,17 +151,37 @@ def paged_mqa_logits(
 ) -> torch.Tensor:
     """Lightning-indexer scores of the newest queries of several requests against paged keys.
 
-    Arguments, result and errors are those of `reference.paged_mqa_logits`; `clean` and `tile` as
-    in `mqa_logits`.
+    As `reference.paged_mqa_logits`, where q may have other dtypes than the keys.
+
+    Args:
+        q: [B, N, H, D] float8_e4m3fn beside a uint8 cache, else float8_e4m3fn, bfloat16, float16 or
+            float32: N query tokens of each of B requests.
+        cache: [P, page_size, D + 4] uint8 (fp8 keys and scales; see `page_parts`), or
+            [P, page_size, D] in q's dtype.
+        weights: [B * N, H] or [B, N, H] floating point.
+        context_lens: [B] or [B, N] integers; see `reference.context_ends`.
+        block_table: [B, pages] integers, the cache's page for each page of a request. Those within
+            a request's context are not checked: each must be from 0 to P - 1, since the kernel
+            reads whatever memory it points to. Those behind it are not read.
+        max_len: columns of the result; longer contexts are cut off there.
+        clean: as in `mqa_logits`.
+        tile: how the work is cut (default: DECODE).
+
+    Returns:
+        [B * N, max_len] float32, -inf past each query's context.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
     """
     check_paged_mqa_logits_arguments(q, cache, weights, context_lens, block_table, max_len)
     check_kernels_run_on("q", q)
+    max_len = int(max_len)  # Triton knows no numpy integers
     requests, queries, heads, dim = q.shape
+    keys, scales = page_parts(cache, dim)
+    check_dtypes(q, "cache", keys)
     out = torch.empty(requests * queries, max_len, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out
-    keys, scales = page_parts(cache, dim)
-    check_dtypes(q, "cache", keys)
     tile = tile or DECODE[q.itemsize]
     page = cache.shape[1]
     (q, keys), flags = kernel_operands(q.flatten(0, 1).contiguous(), keys)

@@ -232,7 +232,8 @@ def store_rows(
 
     Arguments and errors are those of `row_formats.store_rows`, with these differences: dtypes are
     float32, bfloat16 or float16, the cache's uint8 too; and fp8_ds_mla rows and pages lie a
-    multiple of 16 bytes apart.
+    multiple of 16 bytes apart. Slots are not checked: -1 is left out, and one beyond the cache's
+    must not be given, since its row is written to whatever memory it points to.
     """
     check_store_arguments(cache, slots, latent, rope)
     _check_dtypes(latent=latent, rope=rope)
@@ -278,7 +279,8 @@ def store_index_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tenso
     """Quantize index keys and write them into the slots of their cache.
 
     Arguments and errors are those of `row_formats.store_index_keys`; keys are float32, bfloat16 or
-    float16.
+    float16. Slots are not checked: -1 is left out, and one beyond the cache's must not be given,
+    since its key is written to whatever memory it points to.
     """
     check_store_index_arguments(cache, slots, keys)
     _check_dtypes(keys=keys)
@@ -310,7 +312,8 @@ def gather(
     """The values in the slots of a cache as contiguous rows: the inverse of `store_rows`.
 
     Arguments, result and errors are those of `row_formats.gather`, with the differences that
-    `store_rows` has here.
+    `store_rows` has here. Slots are not checked: -1 gives zeros, and one beyond the cache's must
+    not be given, since whatever memory it points to is read.
     """
     check_gather_arguments(cache, slots, dtype)
     pages, fp8 = pages_of(cache), cache.dtype == torch.uint8

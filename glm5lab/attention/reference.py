@@ -2,15 +2,15 @@
 
 Those of storing and gathering rows stand in `row_formats` and are found here too.
 
-They run on any device and in any floating dtype (float64 included); the Triton kernels have the
-same signatures and are tested against them. Sources: DeepSeek-V3.2-Exp's technical report
+They run on any device, and in float64 too; the Triton kernels have the same signatures and are
+tested against them. Sources: DeepSeek-V3.2-Exp's technical report
 (DeepSeek sparse attention), and Hugging Face transformers' GlmMoeDsa model.
 """
 
 import torch
 
 from glm5lab.attention.arguments import (
-    INDEX_DTYPES,
+    check_integer,
     check_mqa_logits_arguments,
     check_paged_mqa_logits_arguments,
     check_top_k_arguments,
@@ -25,112 +25,9 @@ from glm5lab.attention.row_formats import page_parts as page_parts
 from glm5lab.attention.row_formats import store_index_keys as store_index_keys
 from glm5lab.attention.row_formats import store_rows as store_rows
 from glm5lab.attention.row_formats import unpack_fp8_rows as unpack_fp8_rows
-
-# Queries, or their latent and their rotary part.
-Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-# Page numbers of requests, and the request of each token.
-Table = tuple[torch.Tensor, torch.Tensor]
-
-
-def check_sparse_mla_arguments(
-    q: Query,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    lengths: torch.Tensor | None,
-    d_v: int,
-    out: torch.Tensor | None,
-    check: bool = False,
-    table: Table | None = None,
-) -> None:
-    """Raise ValueError naming the first argument of `sparse_mla` that does not fit."""
-    first = q[0] if isinstance(q, tuple) else q
-    if first.dim() != 3:
-        raise ValueError(f"q: expected [tokens, heads, width], got shape {tuple(first.shape)}")
-    tokens, heads, width = first.shape
-    if isinstance(q, tuple):
-        width += _rope_width(*q, d_v)
-    if not heads:
-        raise ValueError("q: expected at least one head, got none")
-    if kv.dtype == torch.uint8:
-        _check_fp8_rows(kv, width, d_v)
-    elif kv.dim() not in (2, 3) or kv.shape[-1] != width:
-        raise ValueError(
-            f"kv: expected [rows, {width}] or [pages, page_size, {width}] "
-            f"(the width of q), got shape {tuple(kv.shape)}"
-        )
-    if kv.stride(-1) != 1:
-        raise ValueError("kv: the last dimension must be contiguous; pass kv.contiguous()")
-    if indices.dim() != 2 or indices.shape[0] != tokens:
-        raise ValueError(f"indices: expected [{tokens}, top_k], got shape {tuple(indices.shape)}")
-    if indices.dtype not in INDEX_DTYPES:
-        raise ValueError(f"indices: expected int32 or int64, got {indices.dtype}")
-    if not 0 < d_v <= width:
-        raise ValueError(f"d_v: expected 1 to {width} (the width of q), got {d_v}")
-    if lengths is not None and (lengths.shape != (tokens,) or lengths.dtype not in INDEX_DTYPES):
-        raise ValueError(
-            f"lengths: expected int32 or int64 [{tokens}], "
-            f"got {lengths.dtype} {tuple(lengths.shape)}"
-        )
-    if out is not None and out.shape != (tokens, heads, d_v):
-        raise ValueError(f"out: expected [{tokens}, {heads}, {d_v}], got shape {tuple(out.shape)}")
-    if table is not None:
-        _check_table(table, tokens, kv, check)
-    elif check:
-        _check_slots(indices, kv[..., 0].numel())
-
-
-def _check_table(table: Table, tokens: int, kv: torch.Tensor, check: bool) -> None:
-    pages, requests = table
-    if pages.dim() != 2 or requests.shape != (tokens,) or kv.dim() != 3:
-        raise ValueError(
-            f"table: expected [requests, pages] and [{tokens}] beside kv in pages, got shapes "
-            f"{tuple(pages.shape)} and {tuple(requests.shape)} beside {tuple(kv.shape)}"
-        )
-    for part in table:
-        if (part.dtype, part.device) != (torch.int32, kv.device):
-            raise ValueError(
-                f"table: expected int32 on {kv.device}, got {part.dtype} on {part.device}"
-            )
-    if check:
-        raise ValueError("check: expected False beside a table, whose places it cannot judge")
-
-
-def _rope_width(latent: torch.Tensor, rope: torch.Tensor, d_v: int) -> int:
-    """Columns of a query's second part; ValueError where the two parts do not belong together."""
-    shape = (*latent.shape[:2], d_v)
-    if latent.shape != shape or rope.dim() != 3 or rope.shape[:2] != shape[:2]:
-        raise ValueError(
-            f"q: expected parts {list(shape)} and [{shape[0]}, {shape[1]}, rope], "
-            f"got shapes {tuple(latent.shape)} and {tuple(rope.shape)}"
-        )
-    if (rope.dtype, rope.device) != (latent.dtype, latent.device):
-        raise ValueError(
-            f"q: expected parts of one dtype and device, got {latent.dtype} on {latent.device} "
-            f"and {rope.dtype} on {rope.device}"
-        )
-    return rope.shape[2]
-
-
-def _check_fp8_rows(kv: torch.Tensor, width: int, d_v: int) -> None:
-    if kv.dim() not in (2, 3) or kv.shape[-1] != FP8_ROW_BYTES:
-        raise ValueError(
-            f"kv: expected fp8_ds_mla rows of {FP8_ROW_BYTES} bytes, got shape {tuple(kv.shape)}"
-        )
-    if (width, d_v) != (FP8_LATENT + FP8_ROPE, FP8_LATENT):
-        raise ValueError(
-            f"q: fp8_ds_mla rows need a width of {FP8_LATENT + FP8_ROPE} and d_v {FP8_LATENT}, "
-            f"got {width} and {d_v}"
-        )
-
-
-def _check_slots(indices: torch.Tensor, slots: int) -> None:
-    wrong = (indices < -1) | (indices >= slots)
-    if bool(wrong.any()):
-        token, place = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"indices[{token}, {place}] is {int(indices[token, place])}: expected -1 (empty) or a "
-            f"slot below {slots}, the size of kv"
-        )
+from glm5lab.attention.sparse_mla_arguments import Query as Query
+from glm5lab.attention.sparse_mla_arguments import Table as Table
+from glm5lab.attention.sparse_mla_arguments import check_sparse_mla_arguments
 
 
 def sparse_mla(
@@ -151,19 +48,21 @@ def sparse_mla(
 
     Args:
         q: [T, H, D] queries in latent space, D = latent + rope (576 for GLM-5); or the two parts
-            [T, H, d_v] and [T, H, D - d_v].
+            [T, H, d_v] and [T, H, D - d_v], as a tuple. float64, float32, bfloat16 or float16.
         kv: cached rows [S, D], or pages [P, page_size, D]; slot s is row s, or
-            page s // page_size, row s % page_size. Or fp8_ds_mla: uint8, rows of 656 bytes.
-        indices: [T, K] integer slots; -1 marks an empty place, anywhere in the row, and a slot
-            outside kv counts as one.
+            page s // page_size, row s % page_size. In q's dtype; beside float32 also bfloat16,
+            beside float64 any that q may have. Or fp8_ds_mla: uint8, rows of 656 bytes.
+        indices: [T, K] int32 or int64 slots; -1 marks an empty place, anywhere in the row, and a
+            slot outside kv counts as one.
         scale: factor on the scores, (nope + rope) ** -0.5 for GLM-5.
-        lengths: [T] integers; token t attends to its first lengths[t] places only.
+        lengths: [T] int32 or int64; token t attends to its first lengths[t] places only.
         d_v: width of the values, the first d_v columns of a row (512 for GLM-5).
-        out: [T, H, d_v], written in place when given.
+        out: [T, H, d_v] in q's dtype, written in place when given.
         check: raise when a slot lies outside kv.
         table: where indices are not slots but positions in each token's request: page numbers
             [R, pages] of the requests and the request [T] of each token, int32; a position behind
-            the pages is an empty place. kv is then in pages.
+            the pages is an empty place. kv is then in pages. Request numbers are not checked: each
+            must be from 0 to R - 1.
         tokens_at_once: query tokens whose rows are gathered together, to bound memory.
 
     Returns:
@@ -171,17 +70,20 @@ def sparse_mla(
         [T, H] (float32, or float64 for float64 queries). A token with no place gets 0 and -inf.
 
     Raises:
-        ValueError: an argument has the wrong shape or dtype; the message names it.
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
     """
-    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check, table)
-    if table is not None:
-        indices = request_slots(indices, table, kv.shape[1])
+    check_sparse_mla_arguments(q, kv, indices, scale, lengths, d_v, out, check, table)
+    check_integer("tokens_at_once", tokens_at_once, 1)
     q = torch.cat(q, -1) if isinstance(q, tuple) else q
     tokens, heads, _ = q.shape
     slots = kv[..., 0].numel()
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     result = q.new_empty(tokens, heads, d_v) if out is None else out
     lse = torch.empty(tokens, heads, dtype=compute, device=q.device)
+    if not slots:  # every place is empty, and row 0, which stands for those below, is missing
+        return result.zero_(), lse.fill_(float("-inf"))
+    if table is not None:
+        indices = request_slots(indices, table, kv.shape[1])
     place = torch.arange(indices.shape[1], device=q.device)
     for start in range(0, tokens, tokens_at_once):
         part = slice(start, start + tokens_at_once)
@@ -213,10 +115,11 @@ def mqa_logits(
     logits[t, s] = k_scale[s] * sum_h weights[t, h] * ReLU(q[t, h] . k[s])
 
     Args:
-        q: [T, H, D] index queries (GLM-5: 32 heads of 128); the scale of an fp8 query, like every
-            constant factor, is part of the head weights.
-        k: [S, D] index keys, one head.
-        weights: [T, H] head weights.
+        q: [T, H, D] index queries (GLM-5: 32 heads of 128), float64, float32, bfloat16, float16 or
+            float8_e4m3fn; the scale of an fp8 query, like every constant factor, is part of the
+            head weights.
+        k: [S, D] index keys, one head, in any dtype that q may have.
+        weights: [T, H] head weights, floating point.
         start: [T] integers; token t sees keys s >= start[t] (default: all).
         end: [T] integers; token t sees keys s < end[t] (default: all).
         k_scale: float32 [S], or any shape of S elements; the scale of each fp8 key.
@@ -269,9 +172,12 @@ def paged_mqa_logits(
         q: [B, N, H, D]: N query tokens of each of B requests.
         cache: [P, page_size, D + 4] uint8 (fp8 keys and scales) or [P, page_size, D]; see
             `page_parts`.
-        weights: [B * N, H] or [B, N, H] head weights, every constant factor in them.
+        weights: [B * N, H] or [B, N, H] head weights, floating point, every constant factor in
+            them.
         context_lens: [B] or [B, N] integers; see `context_ends`.
-        block_table: [B, pages] integers, the cache's page for each page of a request.
+        block_table: [B, pages] integers, the cache's page for each page of a request. Those within
+            a request's context are not checked: each must be from 0 to P - 1. Those behind it are
+            not read.
         max_len: columns of the result; longer contexts are cut off there.
 
     Returns:
@@ -287,7 +193,7 @@ def paged_mqa_logits(
     weights = weights.reshape(requests, queries, heads)
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     logits = torch.full((requests, queries, max_len), float("-inf"), dtype=compute, device=q.device)
-    for request in range(requests):
+    for request in range(requests if logits.numel() else 0):
         end = ends[request].clamp(max=min(max_len, block_table.shape[1] * cache.shape[1]))
         length = int(end.max().clamp_min(0))
         slots = torch.arange(length, device=q.device)
@@ -308,7 +214,8 @@ def top_k(
     """Exact top-k of every row, the lower column first among equals.
 
     Args:
-        logits: [T, S] floating point. -inf and NaN are never chosen; -0.0 equals 0.0.
+        logits: [T, S] float64, float32, bfloat16 or float16. -inf and NaN are never chosen; -0.0
+            equals 0.0.
         k: how many to choose, at least 1.
         start: [T] integers; only columns >= start[t] are chosen (default: all).
         end: [T] integers; only columns < end[t] are chosen (default: all).

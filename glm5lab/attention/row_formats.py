@@ -21,7 +21,7 @@ float16 and float32 follow the rule.
 
 import torch
 
-from glm5lab.attention.arguments import check_devices
+from glm5lab.attention.arguments import INTEGERS, check_devices, check_tensors, shown
 
 FP8_LATENT, FP8_GROUP, FP8_ROPE = 512, 128, 64
 FP8_ROW_BYTES = FP8_LATENT + 4 * (FP8_LATENT // FP8_GROUP) + 2 * FP8_ROPE
@@ -36,6 +36,8 @@ def check_store_arguments(
     cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor | None
 ) -> None:
     """Raise ValueError naming the first argument of `store_rows` that does not fit."""
+    check_tensors(cache=cache, slots=slots, latent=latent)
+    check_tensors(optional=True, rope=rope)
     _check_slots(slots)
     parts = {"latent": latent} if rope is None else {"latent": latent, "rope": rope}
     for name, part in parts.items():
@@ -57,8 +59,11 @@ def check_gather_arguments(
     cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype | None
 ) -> None:
     """Raise ValueError naming the first argument of `gather` that does not fit."""
+    check_tensors(cache=cache, slots=slots)
     _check_slots(slots)
-    _check_cache(cache, FP8_ROW_BYTES if cache.dtype == torch.uint8 else cache.shape[-1])
+    _check_cache(cache, FP8_ROW_BYTES if cache.dtype == torch.uint8 else None)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: expected a floating dtype, got {shown(dtype)}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype: expected a floating dtype, got {dtype}")
     check_devices(cache, slots=slots)
@@ -68,6 +73,7 @@ def check_store_index_arguments(
     cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor
 ) -> None:
     """Raise ValueError naming the first argument of `store_index_keys` that does not fit."""
+    check_tensors(cache=cache, slots=slots, keys=keys)
     _check_slots(slots)
     if keys.dim() != 2 or keys.shape[0] < len(slots) or not keys.is_floating_point():
         raise ValueError(
@@ -90,14 +96,17 @@ def check_store_index_arguments(
 
 
 def _check_slots(slots: torch.Tensor) -> None:
-    if slots.dim() != 1 or slots.is_floating_point():
+    if slots.dim() != 1 or slots.dtype not in INTEGERS:
         raise ValueError(f"slots: expected integers [N], got {slots.dtype} {tuple(slots.shape)}")
 
 
-def _check_cache(cache: torch.Tensor, width: int) -> None:
-    if cache.dim() not in (2, 3) or cache.shape[-1] != width or cache.stride(-1) != 1:
+def _check_cache(cache: torch.Tensor, width: int | None) -> None:
+    """Raise ValueError unless a cache has rows of a width (None: of any)."""
+    rows = cache.dim() in (2, 3) and cache.stride(-1) == 1
+    if not rows or cache.shape[-1] != (width or cache.shape[-1]):
+        shape = width or "width"
         raise ValueError(
-            f"cache: expected [rows, {width}] or [pages, page_size, {width}] of {cache.dtype} with "
+            f"cache: expected [rows, {shape}] or [pages, page_size, {shape}] of {cache.dtype} with "
             f"contiguous rows, got shape {tuple(cache.shape)}, strides {cache.stride()}"
         )
     if cache.dtype != torch.uint8 and not cache.is_floating_point():
@@ -178,6 +187,9 @@ def store_rows(
 ) -> None:
     """Write rows [latent | rope] into the slots of a cache.
 
+    Slots beyond the cache's must not be given: here they are an IndexError of PyTorch's or, on a
+    GPU, a failed assertion in its kernel; `kv_cache` does not check them.
+
     Args:
         cache: [S, width] or [P, page_size, width], any floating dtype, width that of latent and
             rope together; or uint8 of width 656, fp8_ds_mla. Written in place.
@@ -218,6 +230,8 @@ def gather(
     cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """The values in the slots of a cache as contiguous rows: the inverse of `store_rows`.
+
+    Slots beyond the cache's must not be given, see `store_rows`.
 
     Args:
         cache: [S, width] or [P, page_size, width], floating point or fp8_ds_mla.
@@ -276,6 +290,8 @@ def quantize_index(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def store_index_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> None:
     """Quantize index keys and write them into the slots of their cache.
+
+    Slots beyond the cache's must not be given, see `store_rows`.
 
     Args:
         cache: uint8 [P, page_size, width + 4], see `page_parts`; written in place.

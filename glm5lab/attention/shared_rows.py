@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from glm5lab.attention import triton_interpreted
-from glm5lab.attention.arguments import on_device_of
+from glm5lab.attention.arguments import check_tensors, on_device_of
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import LN2, Lists, Problem
-from glm5lab.attention.reference import Query
 from glm5lab.attention.shared_rows_hopper import PAIRS, attend_hopper, fits_hopper
 from glm5lab.attention.shared_rows_union import MAX_GROUP, list_unions
 from glm5lab.attention.sparse_mla import checked_problem
+from glm5lab.attention.sparse_mla_arguments import Query
 from glm5lab.attention.tiles import INTERPRETER, Device, Tile, device_of, shared_rows_tile
 
 
@@ -151,9 +151,24 @@ def sparse_mla_shared(
     top-k's are (a slot that a token names twice counts once); and a row with NaN or infinity makes
     the output of its whole group NaN, not of the tokens alone that name it (their LSE stays right).
 
+    Args:
+        q: [T, H, D], or its parts [T, H, d_v] and [T, H, D - d_v]; float32, bfloat16 or float16.
+        kv: [S, D], or pages [P, page_size, D], in q's dtype.
+        indices: [T, K] int32 or int64 slots, -1 for an empty place; a slot outside kv counts as
+            one.
+        scale: factor on the scores.
+        lengths: [T] int32 or int64, or None; token t attends to its first lengths[t] places only.
+        d_v: width of the values, at most 512.
+        out: [T, H, d_v] in q's dtype, written in place when given.
+        check: compare every slot with the cache's size first, which waits for the device.
+
+    Returns:
+        out [T, H, d_v] in q's dtype, and the LSE [T, H] float32.
+
     Raises:
         ValueError: as `sparse_mla`; kv is uint8.
     """
+    check_tensors(kv=kv)
     if kv.dtype == torch.uint8:
         raise ValueError("kv: expected rows in the dtype of q, got uint8; sparse_mla takes those")
     problem, out, lse = checked_problem(q, kv, indices, scale, lengths, d_v, out, check)

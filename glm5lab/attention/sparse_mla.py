@@ -15,7 +15,7 @@ import triton
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.arguments import check_kernels_run_on, on_device_of
 from glm5lab.attention.problem import FAR, Parts, Problem
-from glm5lab.attention.reference import Query, Table, check_sparse_mla_arguments
+from glm5lab.attention.sparse_mla_arguments import Query, Table, check_sparse_mla_arguments
 from glm5lab.attention.sparse_mla_fp8 import attend_fp8
 from glm5lab.attention.sparse_mla_merge import merge
 from glm5lab.attention.sparse_mla_rows import attend_rows
@@ -54,15 +54,17 @@ def sparse_mla(
             rows reads them where they are, the others a copy in one tensor.
         kv: [S, D], or pages [P, page_size, D] with any strides between pages and rows; uint8 rows
             of 656 bytes stand for fp8_ds_mla.
-        indices: [T, K] int32 slots, -1 for an empty place; a slot outside kv counts as one.
+        indices: [T, K] int32 or int64 slots, -1 for an empty place; a slot outside kv counts as
+            one.
         scale: factor on the scores.
-        lengths: [T] integers, or None.
+        lengths: [T] int32 or int64, or None.
         d_v: width of the values.
-        out: [T, H, d_v], written in place when given.
+        out: [T, H, d_v] in q's dtype, written in place when given.
         check: compare every slot with the cache's size first, which waits for the device.
         table: [R, pages] int32 and [T] int32; the plain kernel over 16-bit rows looks places up by
             itself, before the others their slots are computed. Page numbers beyond kv and places
-            beyond a request's pages count as empty.
+            beyond a request's pages count as empty. Request numbers are not checked: each must be
+            from 0 to R - 1.
 
     Raises:
         ValueError: an argument does not fit; with `check`, a slot outside the cache too.
@@ -90,9 +92,9 @@ def checked_problem(
     Raises:
         ValueError: an argument does not fit; the message names it.
     """
-    check_sparse_mla_arguments(q, kv, indices, lengths, d_v, out, check, table)
+    check_sparse_mla_arguments(q, kv, indices, scale, lengths, d_v, out, check, table)
     q, q_rope = q if isinstance(q, tuple) else (q, None)
-    _check_dtypes(q, kv, indices, lengths, out)
+    _check_dtypes(q, kv, out)
     rope = q.shape[2] - d_v if q_rope is None else q_rope.shape[2]
     if d_v > MAX_D_V or rope > MAX_ROPE:
         raise ValueError(
@@ -187,13 +189,8 @@ def _form(problem: Problem, tile: Tile) -> Callable[[Problem, Parts, Tile], None
     return attend_hopper
 
 
-def _check_dtypes(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    lengths: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> None:
+def _check_dtypes(q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor | None) -> None:
+    """Raise ValueError for what the reference takes and the kernels do not."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"q: expected float32, bfloat16 or float16, got {q.dtype}")
     if kv.dtype == torch.uint8:
@@ -201,11 +198,5 @@ def _check_dtypes(
             raise ValueError("q: expected bfloat16 or float16 beside fp8_ds_mla rows, got float32")
     elif kv.dtype != q.dtype:
         raise ValueError(f"kv: expected {q.dtype} (the dtype of q) or uint8, got {kv.dtype}")
-    if out is not None and out.dtype != q.dtype:
-        raise ValueError(f"out: expected {q.dtype} (the dtype of q), got {out.dtype}")
     if out is not None and out.stride(-1) != 1:
         raise ValueError("out: the last dimension must be contiguous")
-    named = {"kv": kv, "indices": indices, "lengths": lengths, "out": out}
-    for name, tensor in named.items():
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} (that of q), got {tensor.device}")

@@ -167,9 +167,20 @@ def top_k(
 ) -> torch.Tensor:
     """Exact top-k of every row, the lower column first among equals.
 
-    Arguments, result and errors are those of `reference.top_k`, with these differences: logits are
-    float32, k is at most 8192, and the width at most 2**30. `cut`: how the work is cut, with a list
-    of at least four times k.
+    As `reference.top_k`, where logits may have other dtypes, and k and the width are not limited.
+
+    Args:
+        logits: [T, W] float32, W at most 2**30. -inf and NaN are never chosen; -0.0 equals 0.0.
+        k: how many to choose, 1 to 8192.
+        start: [T] integers; only columns >= start[t] are chosen (default: all).
+        end: [T] integers; only columns < end[t] are chosen (default: all).
+        cut: how the work is cut, with a list of at least four times k.
+
+    Returns:
+        [T, k] int32: the columns chosen, in ascending order; -1 after them.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype, device or size; the message names it.
     """
     check_top_k_arguments(logits, k, start, end)
     if logits.dtype != torch.float32:
@@ -178,6 +189,7 @@ def top_k(
         raise ValueError(f"k: expected at most {MAX_K}, got {k}")
     if cut is not None and cut.capacity < 4 * k:
         raise ValueError(f"cut: expected a capacity of at least {4 * k}, got {cut.capacity}")
+    k = int(k)  # Triton knows no numpy integers
     rows, width = logits.shape
     if width > MAX_WIDTH:
         raise ValueError(f"logits: expected at most {MAX_WIDTH} columns, got {width}")
