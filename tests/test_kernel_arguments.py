@@ -148,6 +148,10 @@ def test_sparse_mla_names_what_does_not_fit(call, change, message):
         ({"q": Q.int()}, "bfloat16 or float16, got torch.int32"),
         ({"kv": KV.int()}, "kv: expected torch.float32 (the dtype of q) or uint8, got torch.int32"),
         ({"kv": KV.half()}, "kv: expected torch.float32 (the dtype of q) or uint8, got torch.floa"),
+        (
+            {"kv": KV.bfloat16()},
+            "kv: expected torch.float32 (the dtype of q) or uint8, got torch.bflo",
+        ),
         ({"out": Q[..., :512].half()}, "out: expected torch.float32 (the dtype of q), got"),
     ],
 )

@@ -50,8 +50,8 @@ def sparse_mla(
         q: [T, H, D] queries in latent space, D = latent + rope (576 for GLM-5); or the two parts
             [T, H, d_v] and [T, H, D - d_v], as a tuple. float64, float32, bfloat16 or float16.
         kv: cached rows [S, D], or pages [P, page_size, D]; slot s is row s, or
-            page s // page_size, row s % page_size. In q's dtype; beside float32 also bfloat16,
-            beside float64 any that q may have. Or fp8_ds_mla: uint8, rows of 656 bytes.
+            page s // page_size, row s % page_size. In q's dtype; beside float64 in any that
+            q may have. Or fp8_ds_mla: uint8, rows of 656 bytes.
         indices: [T, K] int32 or int64 slots; -1 marks an empty place, anywhere in the row, and a
             slot outside kv counts as one.
         scale: factor on the scores, (nope + rope) ** -0.5 for GLM-5.
