@@ -43,7 +43,7 @@ from glm5lab.attention.topk_select import (
     BLOCK,
     RUNTIME,
     WORDS,
-    _bounds,
+    _row,
     _select,
     _select_kernel,
     _usable,
@@ -76,11 +76,10 @@ def _row_kernel(
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0)
-    p_row = in_ptr + row.to(tl.int64) * stride_in
     p_list = list_ptr + row.to(tl.int64) * (2 * CAPACITY)
     p_bits = bits_ptr + row.to(tl.int64) * (2 * stride_bits)
     p_out = out_ptr + row.to(tl.int64) * k
-    low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
+    p_row, low, high = _row(in_ptr, start_ptr, end_ptr, row, width, stride_in, HAS_START, HAS_END)
     level, last = _sampled_level(p_row, low, high, k, CAPACITY, SAMPLE, SURPLUS)
     count = _list_all(p_row, low, high, level, last, p_list, CAPACITY, LANES)
     tl.debug_barrier()

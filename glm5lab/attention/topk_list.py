@@ -13,11 +13,11 @@ from glm5lab.attention.topk_select import (
     NAN_BITS,
     NO_COLUMN,
     RUNTIME,
-    _bounds,
     _last,
     _level,
     _ones,
     _order,
+    _row,
     _value,
 )
 
@@ -79,8 +79,7 @@ def _level_kernel(
     SURPLUS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    p_row = in_ptr + row.to(tl.int64) * stride_in
-    low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
+    p_row, low, high = _row(in_ptr, start_ptr, end_ptr, row, width, stride_in, HAS_START, HAS_END)
     level, last = _sampled_level(p_row, low, high, k, CAPACITY, SAMPLE, SURPLUS)
     tl.store(level_ptr + 2 * row, level)
     tl.store(level_ptr + 2 * row + 1, last)
@@ -164,9 +163,8 @@ def _collect_kernel(
     CAPACITY: tl.constexpr,
 ):
     row = tl.program_id(0) // parts
-    p_row = in_ptr + row.to(tl.int64) * stride_in
     p_list = list_ptr + row.to(tl.int64) * (2 * CAPACITY)
-    low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
+    p_row, low, high = _row(in_ptr, start_ptr, end_ptr, row, width, stride_in, HAS_START, HAS_END)
     level = tl.load(level_ptr + 2 * row)
     last = tl.load(level_ptr + 2 * row + 1)
     # This program's columns, in whole stretches.

@@ -39,15 +39,25 @@ def _value(order):
 
 
 @triton.jit
-def _bounds(start_ptr, end_ptr, row, width, HAS_START: tl.constexpr, HAS_END: tl.constexpr):
-    """The columns low..high of a row that may be chosen."""
+def _row(
+    in_ptr,
+    start_ptr,
+    end_ptr,
+    row,
+    width,
+    stride_in,
+    HAS_START: tl.constexpr,
+    HAS_END: tl.constexpr,
+):
+    """Where a row's logits lie, and its columns low..high that may be chosen."""
+    p_row = in_ptr + row.to(tl.int64) * stride_in
     low = 0
     high = width
     if HAS_START:
         low = tl.maximum(low, tl.load(start_ptr + row))
     if HAS_END:
         high = tl.minimum(high, tl.load(end_ptr + row))
-    return low, high
+    return p_row, low, high
 
 
 @triton.jit
@@ -282,11 +292,10 @@ def _select_kernel(
     MANY: tl.constexpr,
 ):
     row = tl.program_id(0)
-    p_row = in_ptr + row.to(tl.int64) * stride_in
     p_list = list_ptr + row.to(tl.int64) * (2 * CAPACITY)
     p_bits = bits_ptr + row.to(tl.int64) * (2 * stride_bits)
     p_out = out_ptr + row.to(tl.int64) * k
-    low, high = _bounds(start_ptr, end_ptr, row, width, HAS_START, HAS_END)
+    p_row, low, high = _row(in_ptr, start_ptr, end_ptr, row, width, stride_in, HAS_START, HAS_END)
     count = -1
     if COLLECTED:
         level, last = tl.load(level_ptr + 2 * row), tl.load(level_ptr + 2 * row + 1)

@@ -50,6 +50,11 @@ def line(row: Row) -> str:
     return f"{row.case:46} {row.name:26} {row.us:8.1f} us, error {row.error:.4f}{floor}{wrong}"
 
 
+def written(row: Row) -> dict[str, Any]:
+    """What a file says of a measurement: what there is of it; NaN is no JSON."""
+    return {k: v for k, v in asdict(row).items() if v == v and v != ""}
+
+
 def run(out: Path | None, echo: Callable[[str], None], architecture: str | None = None) -> bool:
     """Measure, print each row, and write all of them.
 
@@ -73,8 +78,7 @@ def run(out: Path | None, echo: Callable[[str], None], architecture: str | None 
     for row in measured:
         echo(line(row))
         right &= row.right or not row.name.startswith("glm5lab")
-        values = asdict(row)
-        rows.append({k: v for k, v in values.items() if v == v and v != ""})  # NaN is no JSON
+        rows.append(written(row))
     write_json(out, {**document, "rows": rows})
     return right
 
@@ -97,7 +101,7 @@ def run_weights(out: Path | None, echo: Callable[[str], None]) -> None:
     rows, wrong = [], []
     for row in measured:
         echo(line(row))
-        rows.append({k: v for k, v in asdict(row).items() if v == v and v != ""})
+        rows.append(written(row))
         if not row.right:
             error = f"error {row.error:.4g}, above our bound of {row.bound:g}"
             why = f"did not run: {row.note}" if row.note else error
