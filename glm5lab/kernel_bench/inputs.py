@@ -24,6 +24,12 @@ def queries(tokens: int, heads: int) -> torch.Tensor:
     return (torch.randn(tokens, heads, WIDTH, device="cuda") * 0.5).bfloat16()
 
 
+def distinct(tokens: int, rows: int) -> torch.Tensor:
+    """Slots int32 [tokens, 2048], all of them different, of at least as many rows."""
+    slots = torch.randperm(rows, device="cuda")[: tokens * TOP_K]
+    return slots.view(tokens, TOP_K).int()
+
+
 class Sparse:
     """One size of sparse MLA, with several inputs over one cache.
 
@@ -31,7 +37,7 @@ class Sparse:
         tokens, heads: of the queries.
         kv: [rows, 576] bfloat16, or [rows, 656] uint8.
         inputs: how many queries and lists of slots.
-        indices: lists to use in place of random ones.
+        indices: lists to use in place of random ones, in which no row of an input comes twice.
         valid: places of each list that count; None for all.
     """
 
@@ -46,10 +52,7 @@ class Sparse:
     ) -> None:
         self.tokens, self.heads, self.kv = tokens, heads, kv
         self.q = [queries(tokens, heads) for _ in range(inputs)]
-        self.indices = indices or [
-            torch.randint(0, len(kv), (tokens, TOP_K), device="cuda", dtype=torch.int32)
-            for _ in range(inputs)
-        ]
+        self.indices = indices or [distinct(tokens, len(kv)) for _ in range(inputs)]
         self.lengths = None
         if valid is not None:
             self.lengths = torch.full((tokens,), valid, device="cuda", dtype=torch.int32)
