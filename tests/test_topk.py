@@ -14,35 +14,44 @@ from glm5lab.attention import reference
 from glm5lab.kernel_bench.top_k_cases import KINDS, bounds, make_rows, random_shapes, verdict
 
 
+def cuts(k, width):
+    """By whether one program does a whole row: how the work is cut for many and for few rows."""
+    from glm5lab.attention.tiles import INTERPRETER
+    from glm5lab.attention.topk import choose_cut
+
+    large = replace(INTERPRETER, multiprocessors=1000)
+    chosen = choose_cut(k, width, 1, large), choose_cut(k, width, 1000, large)
+    assert [cut.whole for cut in chosen] == [False, True]
+    return dict(enumerate(chosen))
+
+
 def compare_triton_with_reference(device, shapes, kinds=KINDS):
     """Raises where the kernels and the reference differ, whole rows to a program or in parts."""
-    from glm5lab.attention.tiles import INTERPRETER
-    from glm5lab.attention.topk import choose_cut, top_k
+    from glm5lab.attention.topk import top_k
 
     for number, (rows, width, k) in enumerate(shapes):
         torch.manual_seed(number)
         kind = kinds[number % len(kinds)]
         x = make_rows(kind, rows, width, device)
         start, end = bounds(rows, width, device)
-        cut = choose_cut(k, width, rows, INTERPRETER)
         for low, high in ((None, None), (start, end)):
             expected = reference.top_k(x, k, low, high)
             # The interpreter takes long: there every kind of row goes through each form once.
             for whole in (False, True) if device == "cuda" else (number % 2 == (low is None),):
-                chosen = top_k(x, k, low, high, replace(cut, whole=whole))
+                chosen = top_k(x, k, low, high, cuts(k, width)[whole])
                 assert torch.equal(chosen, expected), (kind, rows, width, k, low is not None, whole)
 
 
-def compare_small_lists_with_reference():
+def compare_small_lists_with_reference(device):
     """Lists so short that they fill up, and samples that expect too much or too little."""
     from glm5lab.attention.topk import Cut, top_k
 
     for surplus in (0, 30, -1000):
         for kind in ("normal", "two levels", "rising", "lowest"):
-            for rows, width, k in ((1, 1500, 50), (3, 700, 120)):
-                x = make_rows(kind, rows, width)
+            for rows, width, k in ((1, 1000, 50), (2, 600, 120)):
+                x = make_rows(kind, rows, width, device)
                 cut = Cut(512, 128, surplus, whole=(rows > 1) == (surplus < 30))
-                for low, high in ((None, None), bounds(rows, width)):
+                for low, high in ((None, None), bounds(rows, width, device)):
                     chosen = top_k(x, k, low, high, cut)
                     expected = reference.top_k(x, k, low, high)
                     assert torch.equal(chosen, expected), (kind, rows, cut)
@@ -66,31 +75,42 @@ def compare_rows_lowest_where_sampled(device):
 
     The level is then the lowest value with a last column: the list is not complete.
     """
-    from glm5lab.attention.tiles import INTERPRETER
-    from glm5lab.attention.topk import choose_cut, top_k
-    from glm5lab.attention.topk_list import CHUNK
+    from glm5lab.attention.topk import top_k
 
     for width, k in ((20_000, 1000), (131_072, 2048)):
-        cut, chunk = choose_cut(k, width, 1, INTERPRETER), CHUNK.value
-        sample = cut.sample
-        number = torch.arange(sample) // chunk
-        random = ((number * 2654435761) % 2**32) >> 20
-        stretch = width // (sample // chunk)
-        first = number * stretch + ((random * stretch) >> 12)
-        column = first // chunk * chunk + torch.arange(sample) % chunk
-        x = torch.full((1, width), float("-inf"))
-        x[0, column[column < width]] = torch.finfo(torch.float32).min
-        x = x.to(device)
-        expected = reference.top_k(x, k)
-        assert torch.all(expected >= 0)
-        for whole in (False, True):
-            chosen = top_k(x, k, cut=replace(cut, whole=whole))
-            assert torch.equal(chosen, expected), (width, k, whole)
+        for whole, cut in cuts(k, width).items():
+            chunk, chunks = cut.chunk, cut.sample // cut.chunk
+            number = torch.arange(cut.sample) // chunk
+            random = ((number * 2654435761) % 2**32) >> 20
+            first = number * width // chunks + ((random * (width // chunks)) >> 12)
+            column = first // chunk * chunk + torch.arange(cut.sample) % chunk
+            x = torch.full((1, width), float("-inf"))
+            x[0, column[column < width]] = torch.finfo(torch.float32).min
+            x = x.to(device)
+            expected = reference.top_k(x, k)
+            assert torch.all(expected >= 0)
+            assert torch.equal(top_k(x, k, cut=cut), expected), (width, k, whole)
+
+
+def compare_second_try(device):
+    """A sample of which one is to reach the level misleads; what was found then leads to a list."""
+    from list_kernel import list_kernel
+
+    torch.manual_seed(0)
+    x = torch.randn(1500, device=device)
+    found = torch.zeros(2048, dtype=torch.int32, device=device)
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    list_kernel[(1,)](x.view(torch.int32), found, count, 1500, 50, SURPLUS=-1000, num_warps=8)
+    columns = found[1024 : 1024 + count.item()].long()
+    assert 50 <= len(columns) <= 1024
+    assert torch.equal(columns, (x >= x[columns].min()).nonzero()[:, 0])
 
 
 @pytest.mark.gpu
-def test_rows_lowest_where_sampled_on_the_gpu():
+def test_lists_on_the_gpu():
     compare_rows_lowest_where_sampled("cuda")
+    compare_small_lists_with_reference("cuda")
+    compare_second_try("cuda")
 
 
 @pytest.mark.gpu
@@ -113,9 +133,11 @@ def test_kernel_equals_torch_topk_on_the_gpu():
 def test_kernel_equals_the_reference_in_the_interpreter():
     run_interpreted(
         "import test_topk as t;"
-        "shapes = [(1, 5000, 16)] * 12 + [(2, 9000, 60)] * 3 + [(3, 40, 64), (2, 1, 1)];"
+        "shapes = [(1, 2500, 16)] * 13 + [(2, 5000, 60)] * 3 + [(3, 40, 64), (2, 1, 1)];"
         "t.compare_triton_with_reference('cpu', shapes);"
-        "t.compare_small_lists_with_reference();"
+        "t.compare_triton_with_reference('cpu', [(2, 300, 16)], ('widest',));"
+        "t.compare_small_lists_with_reference('cpu');"
+        "t.compare_second_try('cpu');"
         "t.compare_bounds_beyond_rows();"
         "t.compare_rows_lowest_where_sampled('cpu')"
     )
@@ -204,6 +226,22 @@ def test_a_list_too_short_is_named():
 
     with pytest.raises(ValueError, match="cut: expected a capacity of at least 516, got 512"):
         top_k(torch.zeros(1, 600), 129, cut=Cut(512, 128))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((500, 128), "capacity: expected a power of two, got 500"),
+        ((512, 0), "sample: expected a power of two, got 0"),
+        ((512, 128, 8, 3), "chunk: expected a power of two, got 3"),
+        ((512, 128, 8, 256), "chunk: expected at most sample, 128, got 256"),
+    ],
+)
+def test_sizes_of_a_cut_are_checked(sizes, message):
+    from glm5lab.attention.topk import Cut
+
+    with pytest.raises(ValueError, match=message):
+        Cut(*sizes)
 
 
 @pytest.mark.parametrize(

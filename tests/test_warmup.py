@@ -38,7 +38,7 @@ def test_every_form_of_top_k_is_warmed_up(top_k, longest):
 
     def form(rows, width):
         cut = choose_cut(top_k, width, rows, device)
-        return cut if width > cut.capacity else cut.capacity
+        return cut if width > cut.held else cut.held
 
     shapes = top_k_shapes(top_k, longest, device)
     warm = {form(*shape) for shape in shapes}

@@ -3,15 +3,16 @@
 Same signature as `reference.top_k`.
 
 1. A sample of each row sets a level that about one and a half times k columns reach.
-2. The row is read, and the columns that reach the level are listed, in any order.
+2. The row is read, and the columns that reach the level are listed.
 3. The k greatest of the list are put in order.
 
 Where rows are many (`choose_cut`), one program does all three for a row, and programs next to it
 read while it chooses: `_row_kernel`. Otherwise each step is a kernel, and many programs read a row.
 
-The level decides about the time only, never about the result: where too few columns reach it, or
-more than the list holds, the third step reads the row again and raises a level of its own whenever
-the list is full. Rows no longer than the list go through the third step alone.
+The level decides about the time only, never about the result. Where too few columns reach it, or
+more than the list holds, a program for a whole row tries another; then the third step reads the row
+again and raises a level of its own whenever the list is full. Rows no longer than half the list go
+through the third step alone.
 
 Among equal values the lower column comes first: a level has a last column, up to which values
 that equal it reach it.
@@ -31,22 +32,15 @@ from glm5lab.attention.arguments import (
 )
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.tiles import INTERPRETER, Device, device_of
-from glm5lab.attention.topk_list import (
-    STRETCH,
-    _collect_kernel,
-    _level_kernel,
-    _list_all,
-    _sampled_level,
-)
+from glm5lab.attention.topk_level import ANYWHERE, RUNTIME, _row
+from glm5lab.attention.topk_list import STRETCH, _collect_kernel, _list_row
+from glm5lab.attention.topk_sample import _level_kernel
 from glm5lab.attention.topk_select import (
-    ANYWHERE,
     BLOCK,
-    RUNTIME,
     WORDS,
-    _row,
-    _select,
     _select_kernel,
-    _usable,
+    _shortened,
+    _write_in_order,
 )
 
 MAX_K = 8192
@@ -60,10 +54,8 @@ def _row_kernel(
     start_ptr,
     end_ptr,
     list_ptr,
-    bits_ptr,
     out_ptr,
     width,
-    stride_bits,
     k,
     stride_in,
     HAS_START: tl.constexpr,
@@ -71,20 +63,18 @@ def _row_kernel(
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
     SURPLUS: tl.constexpr,
+    CHUNK: tl.constexpr,
     TILE: tl.constexpr,
-    MANY: tl.constexpr,
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0)
     p_list = list_ptr + row.to(tl.int64) * (2 * CAPACITY)
-    p_bits = bits_ptr + row.to(tl.int64) * (2 * stride_bits)
     p_out = out_ptr + row.to(tl.int64) * k
     p_row, low, high = _row(in_ptr, start_ptr, end_ptr, row, width, stride_in, HAS_START, HAS_END)
-    level, last = _sampled_level(p_row, low, high, k, CAPACITY, SAMPLE, SURPLUS)
-    count = _list_all(p_row, low, high, level, last, p_list, CAPACITY, LANES)
+    count = _list_row(p_row, low, high, k, p_list, CAPACITY, SAMPLE, SURPLUS, CHUNK, LANES)
     tl.debug_barrier()
-    count = _usable(count, level, last, k, CAPACITY)
-    _select(p_row, p_list, p_bits, p_out, low, high, count, stride_bits, k, CAPACITY, TILE, MANY)
+    count, level, last = _shortened(p_row, p_list, low, high, count, k, CAPACITY, TILE)
+    _write_in_order(p_list, p_out, count, level, last, k, CAPACITY, TILE)
 
 
 @dataclass(frozen=True)
@@ -92,28 +82,46 @@ class Cut:
     """How the work is cut.
 
     Attributes:
-        capacity: entries of a row's list, a power of two, at least four times k; programs
-            hold half of it in registers.
+        capacity: entries of a row's list, a power of two, at least four times k.
         sample: columns of a row that are sampled, a power of two.
         surplus: columns of the sample that reach the level beyond what is expected of the k
             greatest and four standard deviations.
+        chunk: neighbouring columns that are sampled together, a power of two.
         whole: whether one program does a whole row.
+
+    Raises:
+        ValueError: a size is no power of two, or the chunk greater than the sample.
     """
 
     capacity: int
     sample: int
     surplus: int = 8
+    chunk: int = 2
     whole: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "sample", "chunk"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}: expected a power of two, got {value}")
+        if self.chunk > self.sample:
+            raise ValueError(f"chunk: expected at most sample, {self.sample}, got {self.chunk}")
+
+    @property
+    def held(self) -> int:
+        """Entries that programs hold in registers: rows no longer than this need no level."""
+        return self.capacity // 2
 
     @property
     def listing(self) -> dict[str, int]:
         """Constants of what sets a level."""
-        return {"CAPACITY": self.capacity, "SAMPLE": self.sample, "SURPLUS": self.surplus}
+        sampled = {"SAMPLE": self.sample, "SURPLUS": self.surplus, "CHUNK": self.chunk}
+        return {"CAPACITY": self.capacity} | sampled
 
     @property
     def choosing(self) -> dict[str, int]:
         """Constants of what chooses."""
-        return {"CAPACITY": self.capacity, "TILE": self.capacity // 8, "MANY": 4096}
+        return {"CAPACITY": self.capacity, "TILE": self.capacity // 8}
 
     @property
     def level(self) -> dict[str, int]:
@@ -134,7 +142,7 @@ class Cut:
         """Of the one that chooses. On Hopper four programs a multiprocessor are worth spills."""
         # A multiprocessor has 65,536 registers, and a program must fit.
         registers = 64 if device.capability == 90 else min(128, 65_536 // (32 * self.warps))
-        choosing = self.choosing | {"COLLECTED": collected}
+        choosing = self.choosing | {"COLLECTED": collected, "MANY": 4096}
         return choosing | {"num_warps": self.warps, "maxnreg": registers}
 
     @property
@@ -149,12 +157,14 @@ def choose_cut(k: int, width: int, rows: int, device: Device) -> Cut:
     """A list of four times k, and a sample in which some 64 of the k greatest are expected.
 
     Programs for whole rows are faster from some half as many rows on as there are multiprocessors
-    (H200, data/measurements/topk_designs.json).
+    (H200, data/measurements/topk_designs.json). They sample 32 bytes at a time, since scattered
+    reads cost as much as the row, and try again where that misled; the others sample 8 bytes.
     """
     capacity = max(4096, 4 * triton.next_power_of_2(k))
-    wanted = triton.next_power_of_2(triton.cdiv(64 * width, k))
-    sample = min(max(wanted, 4096), 16384)
-    return Cut(capacity, sample, whole=2 * rows > device.multiprocessors)
+    wanted = max(triton.next_power_of_2(triton.cdiv(64 * width, k)), 4096)
+    if 2 * rows > device.multiprocessors:
+        return Cut(capacity, min(wanted, 8192), surplus=0, chunk=8, whole=True)
+    return Cut(capacity, min(wanted, 16384))
 
 
 def top_k(
@@ -218,23 +228,23 @@ def _launch(
 ) -> None:
     """The kernels over rows [T, W] into out [T, k]."""
     rows, width = logits.shape
-    blocks = triton.cdiv(width, BLOCK.value)
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=logits.device)
 
-    lists, bits = empty(rows, 2, cut.capacity), empty(rows, 2, blocks * WORDS.value)
+    stride, lists = logits.stride(0), empty(rows, 2, cut.capacity)
     start, end = (out if bound is None else bound for bound in bounds)
     given = {"HAS_START": bounds[0] is not None, "HAS_END": bounds[1] is not None}
     inputs: tuple[torch.Tensor, ...] = (logits.view(torch.int32), start, end)
-    outputs, sizes = (lists, bits, out), (width, bits.shape[2], k, logits.stride(0))
-    collected = width > cut.capacity
+    collected = width > cut.held
     if collected and cut.whole:
-        _row_kernel[(rows,)](*inputs, *outputs, *sizes, **given, **cut.row)
+        _row_kernel[(rows,)](*inputs, lists, out, width, k, stride, **given, **cut.row)
         return
     inputs = (*inputs, empty(rows, 2), empty(rows))  # levels and counts
+    words = triton.cdiv(width, BLOCK.value) * WORDS.value
+    bits = out
     if collected:
-        stride = logits.stride(0)
+        bits = empty(rows, 2, words)
         _level_kernel[(rows,)](*inputs, width, k, stride, **given, **cut.level)
         # At least 32 programs for each multiprocessor, if there are so many stretches; with more of
         # them a program's next stretch comes while one is written.
@@ -244,7 +254,8 @@ def _launch(
         _collect_kernel[(rows * parts,)](
             *inputs, lists, width, parts, stride, **given, **cut.collect
         )
-    _select_kernel[(rows,)](*inputs, *outputs, *sizes, **given, **cut.select(device, collected))
+    choosing = given | cut.select(device, collected)
+    _select_kernel[(rows,)](*inputs, lists, bits, out, width, words, k, stride, **choosing)
 
 
 def compilations(device: Device) -> list[Compilation]:
@@ -252,26 +263,28 @@ def compilations(device: Device) -> list[Compilation]:
     names = ("in_ptr", "start_ptr", "end_ptr", "level_ptr", "count_ptr", "list_ptr", "bits_ptr")
     types = dict.fromkeys((*names, "out_ptr"), "*i32")
 
-    def cut_of(k: int, width: int) -> Cut:
+    def few(k: int, width: int = 1 << 20) -> Cut:
         return choose_cut(k, width, 1, device)
 
-    cut = cut_of(2048, 1 << 17)
-    wide = cut_of(2048, 1 << 20)
+    def many(k: int, width: int = 1 << 20) -> Cut:
+        return choose_cut(k, width, ROWS_AT_ONCE, device)
+
+    cut = few(2048, 1 << 17)
     found = []
     for name, kernel, constants in (
         ("level", "_level_kernel", cut.level),
-        ("level, 1M columns", "_level_kernel", wide.level),
+        ("level, 1M columns", "_level_kernel", few(2048).level),
         ("collect", "_collect_kernel", cut.collect),
         ("select", "_select_kernel", cut.select(device, True)),
         ("short rows", "_select_kernel", cut.select(device, False)),
-        ("rows", "_row_kernel", cut.row),
-        ("rows, 1M columns", "_row_kernel", wide.row),
+        ("rows", "_row_kernel", many(2048, 1 << 17).row),
+        ("rows, 1M columns", "_row_kernel", many(2048).row),
         *(
             (f"{what}, k {k}", kernel, constants)
             for k in (512, 4096, MAX_K)
             for what, kernel, constants in (
-                ("select", "_select_kernel", cut_of(k, 1 << 20).select(device, True)),
-                ("rows", "_row_kernel", cut_of(k, 1 << 20).row),
+                ("select", "_select_kernel", few(k).select(device, True)),
+                ("rows", "_row_kernel", many(k).row),
             )
         ),
     ):

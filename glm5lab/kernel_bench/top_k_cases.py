@@ -22,6 +22,7 @@ KINDS = (
     "sawtooth",
     "blocks",
     "lowest",
+    "widest",
 )
 PEER_K = (512, 2048)  # vLLM's kernels take 512, 1024 and 2048
 Kernel = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
@@ -51,6 +52,9 @@ def make_rows(kind: str, rows: int, width: int, device: str = "cpu") -> torch.Te
         return torch.where(x > 0, 0.0, -0.0)
     if kind == "lowest":  # the lowest finite value in place of -inf
         return torch.where(x > 1, torch.finfo(torch.float32).min, float("-inf"))
+    if kind == "widest":  # from one end of the finite values to the other
+        greatest = torch.where(x > 2, float("inf"), 3e38 + 1e37 * x)
+        return torch.where(x > 0, greatest, torch.where(x < -2, -1e38, x))
     if kind == "sawtooth":  # the great ones repeat
         return torch.where(column % 256 == 7, column, x)
     if kind == "blocks":  # neighbours are alike

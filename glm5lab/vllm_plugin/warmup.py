@@ -102,7 +102,7 @@ def top_k_shapes(top_k: int, longest: int, device: Device) -> list[tuple[int, in
     for width in (*(1 << n for n in range(7, longest.bit_length())), longest):
         for rows in (1, device.multiprocessors // 2 + 1):
             cut = choose_cut(top_k, width, rows, device)
-            forms.setdefault(cut if width > cut.capacity else cut.capacity, (rows, width))
+            forms.setdefault(cut if width > cut.held else cut.held, (rows, width))
     return list(forms.values())
 
 
