@@ -1,13 +1,22 @@
-"""Layer 3 under NVIDIA's compute-sanitizer: no access out of bounds, no race in shared memory."""
+"""Layer 3 under NVIDIA's compute-sanitizer: no access out of bounds, no race in shared memory.
+
+That no kernel is left out is checked without a GPU: launches are recorded in place of made.
+"""
 
 import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import racecheck
+import sanitized
+from specialized import forms_on
+
+from glm5lab.attention import compile as aot
+from glm5lab.attention import indexer
 
 TOOL = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
 needs_tool = pytest.mark.skipif(
@@ -15,7 +24,7 @@ needs_tool = pytest.mark.skipif(
 )
 
 
-def sanitized(check: str) -> str:
+def report_of(check: str) -> str:
     """The report of every kernel under a check of the tool."""
     assert TOOL is not None
     # Without torch's caching every tensor ends where its own allocation does. Triton 3.8 asks the
@@ -37,16 +46,38 @@ def sanitized(check: str) -> str:
 @pytest.mark.gpu
 @needs_tool
 def test_no_access_out_of_bounds():
-    report = sanitized("memcheck")
+    report = report_of("memcheck")
     assert "ERROR SUMMARY: 0 errors" in report, report[-4000:]
 
 
 @pytest.mark.gpu
 @needs_tool
 def test_no_race_within_a_partition():
-    report = sanitized("racecheck")
+    report = report_of("racecheck")
     assert "RACECHECK SUMMARY" in report
     assert racecheck.hazards(report) == [], report[-4000:]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_every_kernel_runs_with_every_switch(capability):
+    """Whatever `glm5lab compile` lists, and constants that are True there, False, or capacities."""
+    with forms_on(capability) as forms:
+        sanitized.everything("cpu")
+    device = aot.device_for(capability)
+    for module in aot.MODULES:
+        for listed in aot._compilations(module, device):
+            kernel = getattr(import_module(module), listed.kernel)
+            launched = forms.get(kernel.fn.__name__, set())
+            assert launched, listed.kernel
+            for at, name in enumerate(parameter.name for parameter in kernel.params):
+                value = listed.constants.get(name)
+                if isinstance(value, bool) or name in ("BLOCK_P", "D_ROPE", "HOW"):
+                    given = str(("constexpr", value))
+                    assert given in {form[at] for form in launched}, (listed.name, name, value)
+    # The compiled list has no compact logits, which the backend asks for.
+    names = [parameter.name for parameter in indexer._mqa_logits_kernel.params]
+    at = names.index("COMPACT")
+    assert str(("constexpr", True)) in {form[at] for form in forms["_mqa_logits_kernel"]}
 
 
 def line_of(file: str, text: str) -> int:

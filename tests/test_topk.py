@@ -70,6 +70,16 @@ def compare_bounds_beyond_rows():
         assert torch.equal(chosen, expected), whole
 
 
+def sampled_columns(width, cut):
+    """The columns of a row at which the kernels look for a level."""
+    chunk, chunks = cut.chunk, cut.sample // cut.chunk
+    number = torch.arange(cut.sample) // chunk
+    random = ((number * 2654435761) % 2**32) >> 20
+    first = number * width // chunks + ((random * (width // chunks)) >> 12)
+    column = first // chunk * chunk + torch.arange(cut.sample) % chunk
+    return column[column < width]
+
+
 def compare_rows_lowest_where_sampled(device):
     """Rows of -inf whose only finite values, the lowest of all, stand where the sample looks.
 
@@ -79,38 +89,52 @@ def compare_rows_lowest_where_sampled(device):
 
     for width, k in ((20_000, 1000), (131_072, 2048)):
         for whole, cut in cuts(k, width).items():
-            chunk, chunks = cut.chunk, cut.sample // cut.chunk
-            number = torch.arange(cut.sample) // chunk
-            random = ((number * 2654435761) % 2**32) >> 20
-            first = number * width // chunks + ((random * (width // chunks)) >> 12)
-            column = first // chunk * chunk + torch.arange(cut.sample) % chunk
             x = torch.full((1, width), float("-inf"))
-            x[0, column[column < width]] = torch.finfo(torch.float32).min
+            x[0, sampled_columns(width, cut)] = torch.finfo(torch.float32).min
             x = x.to(device)
             expected = reference.top_k(x, k)
             assert torch.all(expected >= 0)
             assert torch.equal(top_k(x, k, cut=cut), expected), (width, k, whole)
 
 
-def compare_second_try(device):
-    """A sample of which one is to reach the level misleads; what was found then leads to a list."""
+def great_where_not_sampled(width, cut):
+    """A row [1, width] of which a sample sees the low values only."""
+    x = torch.randn(1, width) + 10
+    x[0, sampled_columns(width, cut)] -= 20
+    return x
+
+
+def compare_tries(device):
+    """A sample of which one is to reach the level misleads; what was found then leads to a list.
+
+    Where it sees the low values only, no try finds a list: the row is read again.
+    """
     from list_kernel import list_kernel
 
+    from glm5lab.attention.topk import Cut, top_k
+
     torch.manual_seed(0)
-    x = torch.randn(1500, device=device)
-    found = torch.zeros(2048, dtype=torch.int32, device=device)
-    count = torch.zeros(1, dtype=torch.int32, device=device)
-    list_kernel[(1,)](x.view(torch.int32), found, count, 1500, 50, SURPLUS=-1000, num_warps=8)
-    columns = found[1024 : 1024 + count.item()].long()
-    assert 50 <= len(columns) <= 1024
-    assert torch.equal(columns, (x >= x[columns].min()).nonzero()[:, 0])
+    cut = Cut(1024, 256, -1000, whole=True)
+    led = torch.randn(1, 1500)
+    for row, leads in ((led, True), (great_where_not_sampled(1500, cut), False)):
+        x = row.to(device)
+        found = torch.zeros(2048, dtype=torch.int32, device=device)
+        count = torch.zeros(1, dtype=torch.int32, device=device)
+        list_kernel[(1,)](x.view(torch.int32), found, count, 1500, 50, SURPLUS=-1000, num_warps=8)
+        if leads:
+            columns = found[1024 : 1024 + count.item()].long()
+            assert 50 <= len(columns) <= 1024
+            assert torch.equal(columns, (x[0] >= x[0, columns].min()).nonzero()[:, 0])
+        else:
+            assert count.item() == -1
+        assert torch.equal(top_k(x, 50, cut=cut), reference.top_k(x, 50)), leads
 
 
 @pytest.mark.gpu
 def test_lists_on_the_gpu():
     compare_rows_lowest_where_sampled("cuda")
     compare_small_lists_with_reference("cuda")
-    compare_second_try("cuda")
+    compare_tries("cuda")
 
 
 @pytest.mark.gpu
@@ -137,7 +161,7 @@ def test_kernel_equals_the_reference_in_the_interpreter():
         "t.compare_triton_with_reference('cpu', shapes);"
         "t.compare_triton_with_reference('cpu', [(2, 300, 16)], ('widest',));"
         "t.compare_small_lists_with_reference('cpu');"
-        "t.compare_second_try('cpu');"
+        "t.compare_tries('cpu');"
         "t.compare_bounds_beyond_rows();"
         "t.compare_rows_lowest_where_sampled('cpu')"
     )
