@@ -16,7 +16,6 @@ from glm5lab.attention import (
     index_store_implementation,
     kv_cache,
     reference,
-    row_formats,
     store_implementation,
 )
 from glm5lab.attention.indexer import mqa_logits
@@ -132,8 +131,20 @@ BOUNDS = [
         ({"lengths": 2}, "lengths: expected a tensor or None, got int 2"),
         ({"out": Q[..., :512].to("meta")}, "out: expected a tensor on cpu, got meta"),
         ({"out": 1}, "out: expected a tensor or None, got int 1"),
+        (
+            {"out": Q[:1, :, :512].expand(2, 4, 512)},
+            "out: expected elements that share no memory, got shape (2, 4, 512), strides (0, 576,",
+        ),
+        (
+            {"out": torch.zeros(4000).as_strided((2, 4, 512), (512, 512, 1))},
+            "out: expected elements that share no memory",
+        ),
         ({"d_v": 512.0}, "d_v: expected an integer, got float 512.0"),
         ({"scale": None}, "scale: expected a float, got NoneType"),
+        ({"scale": float("nan")}, "scale: expected a finite float below 2**127, got float nan"),
+        ({"scale": -float("inf")}, "scale: expected a finite float below 2**127, got float -inf"),
+        ({"scale": 1e39}, "scale: expected a finite float below 2**127, got float 1e+39"),
+        ({"scale": 10**5000}, "scale: expected a finite float below 2**127, got int of 16610 bits"),
         ({"scale": "1"}, "scale: expected a float, got str '1'"),
         ({"scale": torch.tensor(1.0)}, "scale: expected a float, got Tensor float32 () on cpu"),
     ],
@@ -176,6 +187,7 @@ def test_a_table_of_another_kind_is_named(call, table):
         ({"q": INDEX_Q.to(torch.float8_e5m2)}, "float8_e4m3fn, got torch.float8_e5m2"),
         ({"q": INDEX_Q[:, :0], "weights": WEIGHTS[:, :0]}, "q: expected at least one head, got no"),
         ({"q": None}, "q: expected a tensor, got NoneType"),
+        ({"q": INDEX_Q[..., :0], "k": PAGES[0, :, :0]}, "q: expected a width of at least 1, got 0"),
         (
             {"k": PAGES[0].to(torch.int8)},
             "k: expected float64, float32, bfloat16, float16 or float",
@@ -200,6 +212,7 @@ def test_mqa_logits_names_what_does_not_fit(call, change, message):
     [
         ({"q": INDEX_Q[None].to(torch.int8)}, "float8_e4m3fn, got torch.int8"),
         ({"q": INDEX_Q[None, :, :0], "weights": WEIGHTS[:, :0]}, "q: expected at least one head"),
+        ({"q": INDEX_Q[None, ..., :0]}, "q: expected a width of at least 1, got 0"),
         (
             {"cache": PAGES.to(torch.int8)},
             "cache: expected float64, float32, bfloat16, float16, fl",
@@ -242,37 +255,6 @@ def test_paged_mqa_logits_names_what_does_not_fit(call, change, message):
 )
 def test_top_k_names_what_does_not_fit(call, change, message):
     refuses(call, {"logits": torch.zeros(2, 9), "k": 2}, change, message)
-
-
-@pytest.mark.parametrize("module", [row_formats, kv_cache])
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("store_rows", {"slots": [0, 1]}, "slots: expected a tensor, got list [0, 1]"),
-        (
-            "store_rows",
-            {"slots": SLOTS.bool()},
-            "slots: expected integers [N], got torch.bool (2,)",
-        ),
-        ("store_rows", {"latent": None}, "latent: expected a tensor, got NoneType"),
-        ("store_rows", {"rope": 1}, "rope: expected a tensor or None, got int 1"),
-        ("store_index_keys", {"keys": [1.0]}, "keys: expected a tensor, got list [1.0]"),
-        ("gather", {"slots": 1}, "slots: expected a tensor, got int 1"),
-        (
-            "gather",
-            {"cache": torch.zeros(())},
-            "cache: expected [rows, width] or [pages, page_size",
-        ),
-        ("gather", {"dtype": "float32"}, "dtype: expected a floating dtype, got str 'float32'"),
-    ],
-)
-def test_what_stores_and_gathers_names_what_does_not_fit(module, name, change, message):
-    given = {
-        "store_rows": {"cache": KV, "latent": Q[:, 0, :512], "rope": Q[:, 0, 512:]},
-        "store_index_keys": {"cache": torch.zeros(1, 4, 36).byte(), "keys": PAGES[0]},
-        "gather": {"cache": KV},
-    }
-    refuses(getattr(module, name), {"slots": SLOTS, **given[name]}, change, message)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +379,24 @@ def compare_empty_caches(device):
         assert torch.equal(lse, torch.full_like(lse, float("-inf")))
 
 
+def compare_numpy_integers(device):
+    """A numpy integer is the integer it stands for."""
+    gen = torch.Generator().manual_seed(0)
+    q, kv = torch.randn(2, 4, 576, generator=gen), torch.randn(9, 576, generator=gen)
+    q, kv, indices = q.half().to(device), kv.half().to(device), INDICES.to(device) + 1
+    d_v: Any = np.int64(512)
+    width: Any = np.int64(5)
+    for attend in (reference.sparse_mla, sparse_mla, sparse_mla_shared):
+        got, _ = attend(q, kv, indices, 0.06, d_v=d_v)
+        assert torch.equal(got, attend(q, kv, indices, 0.06, d_v=512)[0])
+    logits = kv[:, :32].float()
+    given = logits[:2, None], logits, logits[:2, :1], *(SLOTS.to(device), SLOTS.to(device) + 9)
+    got = mqa_logits(*given, clean=False, width=width)
+    assert torch.equal(got, mqa_logits(*given, clean=False, width=5))
+
+
 def compare_all(device):
+    compare_numpy_integers(device)
     compare_empty_caches(device)
     compare_wide_bounds(device)
     compare_short_rows(device)

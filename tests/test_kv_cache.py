@@ -331,7 +331,7 @@ ROWS = {
         ({"rope": torch.zeros(3, 1, 64)}, "rope: expected"),
         ({"rope": torch.zeros(3, 32)}, r"cache: expected \[rows, 544\]"),
         ({"rope": None}, r"cache: expected \[rows, 512\]"),
-        ({"cache": torch.zeros(2, 4, 576).long()}, "cache: expected a floating dtype or uint8"),
+        ({"cache": torch.zeros(2, 4, 576).long()}, "cache: expected float64, float32, bfl"),
         ({"cache": torch.zeros(2, 4, 1152)[..., ::2]}, "cache: .*contiguous rows"),
         ({"cache": torch.zeros(8, 640, dtype=torch.uint8)}, r"cache: expected \[rows, 656\]"),
         (
@@ -367,7 +367,7 @@ def test_wrong_arguments_of_an_index_store_are_named(change, message):
 
 
 def test_a_gather_names_what_does_not_fit():
-    with pytest.raises(ValueError, match="dtype: expected a floating dtype"):
+    with pytest.raises(ValueError, match="dtype: expected float64, float32, bfloat16 or"):
         row_formats.gather(torch.zeros(4, 8), torch.zeros(1, dtype=torch.int64), torch.int32)
     with pytest.raises(ValueError, match=r"cache: expected \[rows, 656\]"):
         row_formats.gather(torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))

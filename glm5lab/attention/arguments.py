@@ -20,6 +20,8 @@ class _Shown(reprlib.Repr):
     def repr1(self, x: object, level: int) -> str:
         if isinstance(x, torch.Tensor):
             return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
+        if isinstance(x, int) and x.bit_length() > 1000:  # Python writes out 4300 digits at most
+            return f"of {x.bit_length()} bits"
         return super().repr1(x, level)
 
 
@@ -50,6 +52,27 @@ def check_integer(name: str, value: object, least: int | None = None) -> None:
         raise ValueError(f"{name}: expected an integer, got {shown(value)}")
     if least is not None and int(value) < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def check_finite(name: str, value: object) -> None:
+    """Raise ValueError unless a value is a number of Python's, finite in float32 too."""
+    if not isinstance(value, (float, int)) or isinstance(value, bool):
+        raise ValueError(f"{name}: expected a float, got {shown(value)}")
+    if not abs(value) < 2**127:  # so that float32 holds it times log2(e) too
+        raise ValueError(f"{name}: expected a finite float below 2**127, got {shown(value)}")
+
+
+def check_apart(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError where elements of a tensor share memory, as an expanded one's do."""
+    reach = 0
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(pair for pair in sizes if pair[1] > 1):
+        if stride <= reach and tensor.numel():
+            raise ValueError(
+                f"{name}: expected elements that share no memory, got shape {tuple(tensor.shape)}, "
+                f"strides {tensor.stride()}; it is written in place, so allocate it whole"
+            )
+        reach += stride * (size - 1)
 
 
 def check_kernels_run_on(name: str, tensor: torch.Tensor) -> None:
@@ -133,6 +156,8 @@ def _check_index_queries(q: torch.Tensor, heads: int) -> None:
         raise ValueError(f"q: expected {named(INDEX_KEYS)}, got {q.dtype}")
     if not heads:
         raise ValueError("q: expected at least one head, got none")
+    if not q.shape[-1]:
+        raise ValueError("q: expected a width of at least 1, got 0")
 
 
 def _check_weights(weights: torch.Tensor) -> None:

@@ -266,6 +266,10 @@ def mqa_logits(
         width: for a compact result [tokens, width], whose column j is key start + j of each token;
             no column outside start..end is written, and no key from start + width on.
 
+    Returns:
+        [tokens, keys] float32, or [tokens, width]; -inf outside start..end, or undefined there
+        without `clean`.
+
     Raises:
         ValueError: as `reference.mqa_logits`; `width` without start, end or with `clean`.
     """
@@ -279,7 +283,7 @@ def mqa_logits(
     tile = tile or prefill_tile(kernel_device(q), q.itemsize)
     tokens, heads, dim = q.shape
     keys = k.shape[0]
-    columns = keys if width is None else width
+    columns = keys if width is None else int(width)
     out = torch.empty(tokens, columns, dtype=torch.float32, device=q.device)
     if tokens == 0 or keys == 0 or columns == 0:
         return out

@@ -14,16 +14,14 @@ import triton.language as tl
 
 from glm5lab.attention.arguments import check_kernels_run_on, on_device_of
 from glm5lab.attention.compile import Compilation
-from glm5lab.attention.row_formats import (
+from glm5lab.attention.row_arguments import (
     FP8_LATENT,
     FP8_ROPE,
-    ROW_DTYPES,
     check_gather_arguments,
     check_store_arguments,
     check_store_index_arguments,
-    page_parts,
-    pages_of,
 )
+from glm5lab.attention.row_formats import ROW_DTYPES, page_parts, pages_of
 from glm5lab.attention.tiles import Device
 
 LEAST = tl.constexpr(1e-4)
@@ -230,10 +228,19 @@ def store_rows(
 ) -> None:
     """Write rows [latent | rope] into the slots of a cache.
 
-    Arguments and errors are those of `row_formats.store_rows`, with these differences: dtypes are
-    float32, bfloat16 or float16, the cache's uint8 too; and fp8_ds_mla rows and pages lie a
-    multiple of 16 bytes apart. Slots are not checked: -1 is left out, and one beyond the cache's
-    must not be given, since its row is written to whatever memory it points to.
+    As `row_formats.store_rows`, without float64. Slots are not checked: one beyond the cache's must
+    not be given, since its row is written to whatever memory it points to.
+
+    Args:
+        cache: [S, width] or [P, page_size, width], float32, bfloat16 or float16; or uint8 of width
+            656, fp8_ds_mla, rows and pages aligned to 16 bytes. Written in place; rows are
+            contiguous and share no memory.
+        slots: [N] integers; a negative one marks padding and is left out.
+        latent: [N or more, latent] float32, bfloat16 or float16; rows beyond N are padding.
+        rope: as latent, [N or more, rope], or None for rows without it.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
     """
     check_store_arguments(cache, slots, latent, rope)
     _check_dtypes(latent=latent, rope=rope)
@@ -278,9 +285,16 @@ def store_rows(
 def store_index_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> None:
     """Quantize index keys and write them into the slots of their cache.
 
-    Arguments and errors are those of `row_formats.store_index_keys`; keys are float32, bfloat16 or
-    float16. Slots are not checked: -1 is left out, and one beyond the cache's must not be given,
-    since its key is written to whatever memory it points to.
+    As `row_formats.store_index_keys`, without float64. Slots are not checked: one beyond the
+    cache's must not be given, since its key is written to whatever memory it points to.
+
+    Args:
+        cache: uint8 [P, page_size, width + 4], see `row_formats.page_parts`; written in place.
+        slots: [N] integers; a negative one marks padding and is left out.
+        keys: [N or more, width] float32, bfloat16 or float16; rows beyond N are padding.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
     """
     check_store_index_arguments(cache, slots, keys)
     _check_dtypes(keys=keys)
@@ -311,9 +325,20 @@ def gather(
 ) -> torch.Tensor:
     """The values in the slots of a cache as contiguous rows: the inverse of `store_rows`.
 
-    Arguments, result and errors are those of `row_formats.gather`, with the differences that
-    `store_rows` has here. Slots are not checked: -1 gives zeros, and one beyond the cache's must
-    not be given, since whatever memory it points to is read.
+    As `row_formats.gather`, without float64. Slots are not checked: one beyond the cache's must not
+    be given, since whatever memory it points to is read.
+
+    Args:
+        cache: as for `store_rows`; it has a row at least, unless no slot is given.
+        slots: [N] integers; a negative one gives a row of zeros.
+        dtype: of the result, float32, bfloat16 or float16; the cache's own where None, bfloat16 for
+            fp8_ds_mla.
+
+    Returns:
+        [N, width], or [N, 576] from fp8_ds_mla rows.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
     """
     check_gather_arguments(cache, slots, dtype)
     pages, fp8 = pages_of(cache), cache.dtype == torch.uint8

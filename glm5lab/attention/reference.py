@@ -15,9 +15,9 @@ from glm5lab.attention.arguments import (
     check_paged_mqa_logits_arguments,
     check_top_k_arguments,
 )
-from glm5lab.attention.row_formats import FP8_LATENT as FP8_LATENT
-from glm5lab.attention.row_formats import FP8_ROPE as FP8_ROPE
-from glm5lab.attention.row_formats import FP8_ROW_BYTES as FP8_ROW_BYTES
+from glm5lab.attention.row_arguments import FP8_LATENT as FP8_LATENT
+from glm5lab.attention.row_arguments import FP8_ROPE as FP8_ROPE
+from glm5lab.attention.row_arguments import FP8_ROW_BYTES as FP8_ROW_BYTES
 from glm5lab.attention.row_formats import gather as gather
 from glm5lab.attention.row_formats import gather_rows as gather_rows
 from glm5lab.attention.row_formats import pack_fp8_rows as pack_fp8_rows
@@ -51,13 +51,13 @@ def sparse_mla(
             [T, H, d_v] and [T, H, D - d_v], as a tuple. float64, float32, bfloat16 or float16.
         kv: cached rows [S, D], or pages [P, page_size, D]; slot s is row s, or
             page s // page_size, row s % page_size. In q's dtype; beside float64 in any that
-            q may have. Or fp8_ds_mla: uint8, rows of 656 bytes.
+            q may have. Or fp8_ds_mla: uint8, rows of 656 bytes. The last dimension is contiguous.
         indices: [T, K] int32 or int64 slots; -1 marks an empty place, anywhere in the row, and a
             slot outside kv counts as one.
-        scale: factor on the scores, (nope + rope) ** -0.5 for GLM-5.
+        scale: factor on the scores, below 2**127; (nope + rope) ** -0.5 for GLM-5.
         lengths: [T] int32 or int64; token t attends to its first lengths[t] places only.
         d_v: width of the values, the first d_v columns of a row (512 for GLM-5).
-        out: [T, H, d_v] in q's dtype, written in place when given.
+        out: [T, H, d_v] in q's dtype, written in place when given; no two elements share memory.
         check: raise when a slot lies outside kv.
         table: where indices are not slots but positions in each token's request: page numbers
             [R, pages] of the requests and the request [T] of each token, int32; a position behind

@@ -21,96 +21,21 @@ float16 and float32 follow the rule.
 
 import torch
 
-from glm5lab.attention.arguments import INTEGERS, check_devices, check_tensors, shown
+from glm5lab.attention.row_arguments import (
+    FP8_GROUP,
+    FP8_LATENT,
+    FP8_ROPE,
+    check_gather_arguments,
+    check_pack_arguments,
+    check_store_arguments,
+    check_store_index_arguments,
+    check_unpack_arguments,
+)
 
-FP8_LATENT, FP8_GROUP, FP8_ROPE = 512, 128, 64
-FP8_ROW_BYTES = FP8_LATENT + 4 * (FP8_LATENT // FP8_GROUP) + 2 * FP8_ROPE
 E4M3_MAX = 448.0
 LEAST = 1e-4
-INDEX_SCALE_BYTES = 4
 
 ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_store_arguments(
-    cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor | None
-) -> None:
-    """Raise ValueError naming the first argument of `store_rows` that does not fit."""
-    check_tensors(cache=cache, slots=slots, latent=latent)
-    check_tensors(optional=True, rope=rope)
-    _check_slots(slots)
-    parts = {"latent": latent} if rope is None else {"latent": latent, "rope": rope}
-    for name, part in parts.items():
-        if part.dim() != 2 or part.shape[0] < len(slots) or not part.is_floating_point():
-            raise ValueError(
-                f"{name}: expected floating point [{len(slots)} or more, width], "
-                f"got {part.dtype} {tuple(part.shape)}"
-            )
-    widths = tuple(part.shape[1] for part in parts.values())
-    if cache.dtype == torch.uint8 and widths != (FP8_LATENT, FP8_ROPE):
-        raise ValueError(
-            f"latent, rope: fp8_ds_mla rows need widths {FP8_LATENT} and {FP8_ROPE}, got {widths}"
-        )
-    _check_cache(cache, FP8_ROW_BYTES if cache.dtype == torch.uint8 else sum(widths))
-    check_devices(cache, slots=slots, latent=latent, rope=rope)
-
-
-def check_gather_arguments(
-    cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype | None
-) -> None:
-    """Raise ValueError naming the first argument of `gather` that does not fit."""
-    check_tensors(cache=cache, slots=slots)
-    _check_slots(slots)
-    _check_cache(cache, FP8_ROW_BYTES if cache.dtype == torch.uint8 else None)
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype: expected a floating dtype, got {shown(dtype)}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype: expected a floating dtype, got {dtype}")
-    check_devices(cache, slots=slots)
-
-
-def check_store_index_arguments(
-    cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor
-) -> None:
-    """Raise ValueError naming the first argument of `store_index_keys` that does not fit."""
-    check_tensors(cache=cache, slots=slots, keys=keys)
-    _check_slots(slots)
-    if keys.dim() != 2 or keys.shape[0] < len(slots) or not keys.is_floating_point():
-        raise ValueError(
-            f"keys: expected floating point [{len(slots)} or more, width], "
-            f"got {keys.dtype} {tuple(keys.shape)}"
-        )
-    width = keys.shape[1]
-    row = width + INDEX_SCALE_BYTES
-    if cache.dtype != torch.uint8 or cache.dim() != 3 or cache.shape[2] != row or width % 4:
-        raise ValueError(
-            f"cache: expected uint8 [pages, page_size, {row}] (keys of width {width}, a multiple "
-            f"of 4), got {cache.dtype} {tuple(cache.shape)}"
-        )
-    if cache.stride()[1:] != (row, 1) or cache.stride(0) % 4:
-        raise ValueError(
-            f"cache: expected contiguous pages a multiple of 4 bytes apart, got strides "
-            f"{cache.stride()}"
-        )
-    check_devices(cache, slots=slots, keys=keys)
-
-
-def _check_slots(slots: torch.Tensor) -> None:
-    if slots.dim() != 1 or slots.dtype not in INTEGERS:
-        raise ValueError(f"slots: expected integers [N], got {slots.dtype} {tuple(slots.shape)}")
-
-
-def _check_cache(cache: torch.Tensor, width: int | None) -> None:
-    """Raise ValueError unless a cache has rows of a width (None: of any)."""
-    rows = cache.dim() in (2, 3) and cache.stride(-1) == 1
-    if not rows or cache.shape[-1] != (width or cache.shape[-1]):
-        shape = width or "width"
-        raise ValueError(
-            f"cache: expected [rows, {shape}] or [pages, page_size, {shape}] of {cache.dtype} with "
-            f"contiguous rows, got shape {tuple(cache.shape)}, strides {cache.stride()}"
-        )
-    if cache.dtype != torch.uint8 and not cache.is_floating_point():
-        raise ValueError(f"cache: expected a floating dtype or uint8, got {cache.dtype}")
 
 
 def pages_of(cache: torch.Tensor) -> torch.Tensor:
@@ -153,7 +78,11 @@ def pack_fp8_rows(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
     Returns:
         uint8 [..., 656]; see `unpack_fp8_rows`.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype or device; the message names it.
     """
+    check_pack_arguments(latent, rope)
     groups = latent.float().unflatten(-1, (-1, FP8_GROUP))
     scales = _power_of_two(_over_448(_amax(groups)).clamp_min(LEAST))
     codes = _quantize(groups, scales).flatten(-2)
@@ -167,11 +96,15 @@ def unpack_fp8_rows(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> t
     Args:
         rows: uint8 [..., 656]: 512 e4m3 values, 4 float32 scales (one for 128 values each, in
             order), 64 bfloat16 values.
-        dtype: floating dtype of the result.
+        dtype: of the result: float64, float32, bfloat16 or float16.
 
     Returns:
         [..., 576]: latent (value times scale) and rotary part.
+
+    Raises:
+        ValueError: an argument has the wrong shape or dtype; the message names it.
     """
+    check_unpack_arguments(rows, dtype)
     latent, scales, rope = rows.split([FP8_LATENT, 16, 2 * FP8_ROPE], dim=-1)
     values = latent.contiguous().view(torch.float8_e4m3fn).to(dtype)
     groups = values.unflatten(-1, (-1, FP8_GROUP))
@@ -191,8 +124,9 @@ def store_rows(
     GPU, a failed assertion in its kernel; `kv_cache` does not check them.
 
     Args:
-        cache: [S, width] or [P, page_size, width], any floating dtype, width that of latent and
-            rope together; or uint8 of width 656, fp8_ds_mla. Written in place.
+        cache: [S, width] or [P, page_size, width], float64, float32, bfloat16 or float16, width
+            that of latent and rope together; or uint8 of width 656, fp8_ds_mla. Written in place;
+            rows are contiguous and share no memory.
         slots: [N] integers; a negative one marks padding and is left out.
         latent: floating point [N or more, latent]; rows beyond N are padding.
         rope: floating point [N or more, rope], or None for rows without it.
@@ -234,10 +168,12 @@ def gather(
     Slots beyond the cache's must not be given, see `store_rows`.
 
     Args:
-        cache: [S, width] or [P, page_size, width], floating point or fp8_ds_mla.
+        cache: [S, width] or [P, page_size, width], float64, float32, bfloat16 or float16, or
+            fp8_ds_mla; rows are contiguous. It has a row at least, unless no slot is given.
         slots: [N] integers; a negative one gives a row of zeros.
-        dtype: of the result; the cache's own where None, bfloat16 for fp8_ds_mla. Values of
-            fp8_ds_mla rows are multiplied in float32, and in float64 for float64.
+        dtype: of the result, float64, float32, bfloat16 or float16; the cache's own where None,
+            bfloat16 for fp8_ds_mla. Values of fp8_ds_mla rows are multiplied in float32, and in
+            float64 for float64.
 
     Returns:
         [N, width], or [N, 576] from fp8_ds_mla rows.

@@ -153,13 +153,14 @@ def sparse_mla_shared(
 
     Args:
         q: [T, H, D], or its parts [T, H, d_v] and [T, H, D - d_v]; float32, bfloat16 or float16.
-        kv: [S, D], or pages [P, page_size, D], in q's dtype.
+        kv: [S, D], or pages [P, page_size, D] with any strides between pages and rows, a row's
+            elements contiguous; in q's dtype.
         indices: [T, K] int32 or int64 slots, -1 for an empty place; a slot outside kv counts as
             one.
         scale: factor on the scores.
         lengths: [T] int32 or int64, or None; token t attends to its first lengths[t] places only.
-        d_v: width of the values, at most 512.
-        out: [T, H, d_v] in q's dtype, written in place when given.
+        d_v: width of the values, at most 512; D is at most 64 more.
+        out: as for `sparse_mla`.
         check: compare every slot with the cache's size first, which waits for the device.
 
     Returns:

@@ -45,26 +45,33 @@ def sparse_mla(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query token over its own list of cached latent rows.
 
-    Arguments, result and errors are those of `reference.sparse_mla`, with two differences: q and
+    Arguments, result and errors are those of `reference.sparse_mla`, with these differences: q and
     out are float32, bfloat16 or float16 and of one dtype with kv, unless kv is uint8 (fp8_ds_mla
-    rows, q then bfloat16 or float16); and the LSE is float32.
+    rows, q then bfloat16 or float16); at most 512 columns are values and 64 stand behind them;
+    out's last dimension is contiguous; fp8_ds_mla rows lie next to each other, their pages aligned
+    to 16 bytes; and the LSE is float32.
 
     Args:
         q: [T, H, D], or its parts [T, H, d_v] and [T, H, D - d_v]; the plain kernel over 16-bit
             rows reads them where they are, the others a copy in one tensor.
-        kv: [S, D], or pages [P, page_size, D] with any strides between pages and rows; uint8 rows
-            of 656 bytes stand for fp8_ds_mla.
+        kv: [S, D], or pages [P, page_size, D] with any strides between pages and rows, a row's
+            elements contiguous; uint8 rows of 656 bytes stand for fp8_ds_mla.
         indices: [T, K] int32 or int64 slots, -1 for an empty place; a slot outside kv counts as
             one.
         scale: factor on the scores.
         lengths: [T] int32 or int64, or None.
-        d_v: width of the values.
-        out: [T, H, d_v] in q's dtype, written in place when given.
+        d_v: width of the values, at most 512; D is at most 64 more.
+        out: [T, H, d_v] in q's dtype, written in place when given; its last dimension is
+            contiguous, no two elements share memory.
         check: compare every slot with the cache's size first, which waits for the device.
         table: [R, pages] int32 and [T] int32; the plain kernel over 16-bit rows looks places up by
             itself, before the others their slots are computed. Page numbers beyond kv and places
             beyond a request's pages count as empty. Request numbers are not checked: each must be
             from 0 to R - 1.
+
+    Returns:
+        out [T, H, d_v] in q's dtype, and the natural logarithm of the sum of exponentials [T, H]
+        float32. A token with no place gets 0 and -inf.
 
     Raises:
         ValueError: an argument does not fit; with `check`, a slot outside the cache too.
@@ -93,6 +100,7 @@ def checked_problem(
         ValueError: an argument does not fit; the message names it.
     """
     check_sparse_mla_arguments(q, kv, indices, scale, lengths, d_v, out, check, table)
+    d_v = int(d_v)  # Triton knows no numpy integers
     q, q_rope = q if isinstance(q, tuple) else (q, None)
     _check_dtypes(q, kv, out)
     rope = q.shape[2] - d_v if q_rope is None else q_rope.shape[2]

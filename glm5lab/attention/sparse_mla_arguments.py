@@ -7,13 +7,15 @@ import torch
 from glm5lab.attention.arguments import (
     FLOATS,
     INDEX_DTYPES,
+    check_apart,
     check_devices,
+    check_finite,
     check_integer,
     check_tensors,
     named,
     shown,
 )
-from glm5lab.attention.row_formats import FP8_LATENT, FP8_ROPE, FP8_ROW_BYTES
+from glm5lab.attention.row_arguments import FP8_LATENT, FP8_ROPE, FP8_ROW_BYTES
 
 # Queries, or their latent and their rotary part.
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -43,8 +45,7 @@ def check_sparse_mla_arguments(
     check_tensors(kv=kv, indices=indices)
     check_tensors(optional=True, lengths=lengths, out=out)
     # A tensor would be read from the device, or be part of a kernel's addresses.
-    if not isinstance(scale, (float, int)) or isinstance(scale, bool):
-        raise ValueError(f"scale: expected a float, got {shown(scale)}")
+    check_finite("scale", scale)
     check_integer("d_v", d_v)
     width = _query_width(parts, d_v)
     tokens, heads = first.shape[:2]
@@ -60,15 +61,21 @@ def check_sparse_mla_arguments(
             f"lengths: expected int32 or int64 [{tokens}], "
             f"got {lengths.dtype} {tuple(lengths.shape)}"
         )
-    if out is not None and out.shape != (tokens, heads, d_v):
-        raise ValueError(f"out: expected [{tokens}, {heads}, {d_v}], got shape {tuple(out.shape)}")
-    if out is not None and out.dtype != first.dtype:
-        raise ValueError(f"out: expected {first.dtype} (the dtype of q), got {out.dtype}")
+    if out is not None:
+        _check_out(out, (tokens, heads, d_v), first.dtype)
     check_devices(first, kv=kv, indices=indices, lengths=lengths, out=out)
     if table is not None:
         _check_table(table, tokens, kv, check)
     elif check:
         _check_slots(indices, kv[..., 0].numel())
+
+
+def _check_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if out.shape != shape:
+        raise ValueError(f"out: expected {list(shape)}, got shape {tuple(out.shape)}")
+    if out.dtype != dtype:
+        raise ValueError(f"out: expected {dtype} (the dtype of q), got {out.dtype}")
+    check_apart("out", out)
 
 
 def _two_tensors(x: Any) -> bool:
