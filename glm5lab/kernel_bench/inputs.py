@@ -24,10 +24,26 @@ def queries(tokens: int, heads: int) -> torch.Tensor:
     return (torch.randn(tokens, heads, WIDTH, device="cuda") * 0.5).bfloat16()
 
 
-def distinct(tokens: int, rows: int) -> torch.Tensor:
-    """Slots int32 [tokens, 2048], all of them different, of at least as many rows."""
-    slots = torch.randperm(rows, device="cuda")[: tokens * TOP_K]
-    return slots.view(tokens, TOP_K).int()
+def distinct(inputs: int, tokens: int, rows: int) -> list[torch.Tensor]:
+    """For each input slots int32 [tokens, 2048], all of them different.
+
+    Inputs share no slot either, as long as there are enough rows for that.
+    """
+    lists: list[torch.Tensor] = []
+    while len(lists) < inputs:
+        slots = torch.randperm(rows, device="cuda").int()
+        whole = max(rows // (tokens * TOP_K), 1)
+        lists += slots[: whole * tokens * TOP_K].view(whole, tokens, TOP_K).unbind()
+    return lists[:inputs]
+
+
+def enough_inputs(tokens: int, row_bytes: int) -> int:
+    """How many inputs have rows of four times what the L2 holds: replays find none of them there.
+
+    And at least so many that launching a graph takes little beside its calls.
+    """
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return max(-(-4 * cache // (tokens * TOP_K * row_bytes)), 12 if tokens <= 64 else 2)
 
 
 class Sparse:
@@ -37,7 +53,7 @@ class Sparse:
         tokens, heads: of the queries.
         kv: [rows, 576] bfloat16, or [rows, 656] uint8.
         inputs: how many queries and lists of slots.
-        indices: lists to use in place of random ones, in which no row of an input comes twice.
+        indices: lists to use in place of random ones, in which no row comes twice.
         valid: places of each list that count; None for all.
     """
 
@@ -52,7 +68,7 @@ class Sparse:
     ) -> None:
         self.tokens, self.heads, self.kv = tokens, heads, kv
         self.q = [queries(tokens, heads) for _ in range(inputs)]
-        self.indices = indices or [distinct(tokens, len(kv)) for _ in range(inputs)]
+        self.indices = indices or distinct(inputs, tokens, len(kv))
         self.lengths = None
         if valid is not None:
             self.lengths = torch.full((tokens,), valid, device="cuda", dtype=torch.int32)

@@ -25,6 +25,7 @@ from glm5lab.kernel_bench.inputs import (
     Logits,
     Paged,
     Sparse,
+    enough_inputs,
     fp8_rows,
     neighbours,
 )
@@ -104,8 +105,9 @@ def decode(measure: Measure, rate: float) -> Iterator[Row]:
         kinds, text = (FP8, "fp8_ds_mla") if fp8 else (BF16, "bf16")
         for heads in (8, 64):
             for tokens in TOKENS:
-                s = Sparse(tokens, heads, kv, 12 if tokens <= 64 else 2)
-                floor_us = tokens * TOP_K * kv.shape[1] * kv.itemsize / rate
+                row_bytes = kv.shape[1] * kv.itemsize
+                s = Sparse(tokens, heads, kv, enough_inputs(tokens, row_bytes))
+                floor_us = tokens * TOP_K * row_bytes / rate
                 case = f"{text}, {heads} heads, {tokens} tokens"
                 yield from sparse_case(measure, case, s, kinds, floor_us)
         # FlashMLA has no lengths for these rows: it would attend to all 2048.
