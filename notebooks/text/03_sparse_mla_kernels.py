@@ -185,8 +185,8 @@ compile_figure(compiled).show(renderer="plotly_mimetype")
 # ## Speed beside its peers, measured on one H200
 #
 # GLM-5 on eight GPUs leaves 8 heads a GPU, which native kernels pad to 64. Every peer that the machine has, in one run; one input of
-# each case was checked there; places are drawn from a million rows, 24 times what the L2 holds. Microseconds a call; the floor is the
-# bytes of those rows over the rate of a copy kernel; in 99 KiB: with tiles that fit the shared memory of SM120.
+# each case was checked there; places are drawn from two million rows, none twice. Microseconds a call; the floor is the bytes of those
+# rows over the rate of a copy kernel; in 99 KiB: with tiles that fit the shared memory of SM120.
 
 # %% tags=["nbval-check-output"]
 from glm5lab.views.kernel_charts import speed_figure, speed_text
@@ -199,20 +199,20 @@ print(speed_text(measured, "bf16", 8))
 speed_figure(measured, "bf16", 8).show(renderer="plotly_mimetype")
 
 # %% [markdown]
-# Over fp8_ds_mla rows half of the bytes move, and every value is converted first, which costs more than the memory in long calls:
+# Over fp8_ds_mla rows 57 % of the bytes move, and every value is converted first, which costs more than the memory in long calls:
 
 # %% tags=["nbval-check-output"]
 print(speed_text(measured, "fp8_ds_mla", 8))
 
 # %% [markdown]
-# With 64 heads, as without tensor parallelism, the native kernels' tile is full, and the tensor cores bound long calls.
+# With 64 heads, as without tensor parallelism, the native kernels' tile is full, and products come to matter beside the memory.
 
 # %% tags=["nbval-check-output"]
 print(speed_text(measured, "bf16", 64))
 
 # %% [markdown]
 # All measured calls against the memory's rate (dots of one group are moved apart sideways). A dot on the line reads its rows as fast
-# as a copy kernel copies. With 8 heads few operations come to each byte, so that is the limit; with 64 the tensor cores are another.
+# as a copy kernel copies. With 8 heads few operations come to each byte, so that is the limit; with 64 there are eight times as many.
 
 # %% tags=["figure"]
 from glm5lab.views.roofline import roofline_figure
