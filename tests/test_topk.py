@@ -15,14 +15,14 @@ from glm5lab.kernel_bench.top_k_cases import KINDS, bounds, make_rows, random_sh
 
 
 def cuts(k, width):
-    """By whether one program does a whole row: how the work is cut for many and for few rows."""
+    """How the work is cut, by whether one program does a whole row: few rows (False) and many."""
     from glm5lab.attention.tiles import INTERPRETER
     from glm5lab.attention.topk import choose_cut
 
     large = replace(INTERPRETER, multiprocessors=1000)
-    chosen = choose_cut(k, width, 1, large), choose_cut(k, width, 1000, large)
-    assert [cut.whole for cut in chosen] == [False, True]
-    return dict(enumerate(chosen))
+    few, many = (choose_cut(k, width, rows, large) for rows in (1, 1000))
+    assert (few.whole, many.whole) == (False, True)
+    return {False: few, True: many}
 
 
 def compare_triton_with_reference(device, shapes, kinds=KINDS):
@@ -259,6 +259,7 @@ def test_a_list_too_short_is_named():
         ((512, 0), "sample: expected a power of two, got 0"),
         ((512, 128, 8, 3), "chunk: expected a power of two, got 3"),
         ((512, 128, 8, 256), "chunk: expected at most sample, 128, got 256"),
+        ((4, 4), "capacity: expected at least 8, got 4"),
     ],
 )
 def test_sizes_of_a_cut_are_checked(sizes, message):

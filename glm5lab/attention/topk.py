@@ -82,7 +82,7 @@ class Cut:
     """How the work is cut.
 
     Attributes:
-        capacity: entries of a row's list, a power of two, at least four times k.
+        capacity: entries of a row's list, a power of two, at least 8 and four times k.
         sample: columns of a row that are sampled, a power of two.
         surplus: columns of the sample that reach the level beyond what is expected of the k
             greatest and four standard deviations.
@@ -90,7 +90,8 @@ class Cut:
         whole: whether one program does a whole row.
 
     Raises:
-        ValueError: a size is no power of two, or the chunk greater than the sample.
+        ValueError: a size is no power of two, the capacity below 8, or the chunk greater than the
+            sample.
     """
 
     capacity: int
@@ -106,6 +107,8 @@ class Cut:
                 raise ValueError(f"{name}: expected a power of two, got {value}")
         if self.chunk > self.sample:
             raise ValueError(f"chunk: expected at most sample, {self.sample}, got {self.chunk}")
+        if self.capacity < 8:  # tiles are an eighth of it
+            raise ValueError(f"capacity: expected at least 8, got {self.capacity}")
 
     @property
     def held(self) -> int:
@@ -113,7 +116,7 @@ class Cut:
         return self.capacity // 2
 
     @property
-    def listing(self) -> dict[str, int]:
+    def sampling(self) -> dict[str, int]:
         """Constants of what sets a level."""
         sampled = {"SAMPLE": self.sample, "SURPLUS": self.surplus, "CHUNK": self.chunk}
         return {"CAPACITY": self.capacity} | sampled
@@ -126,7 +129,7 @@ class Cut:
     @property
     def level(self) -> dict[str, int]:
         """Constants and options of the kernel that sets levels."""
-        return self.listing | {"num_warps": min(max(self.sample // 512, 1), 32)}
+        return self.sampling | {"num_warps": min(max(self.sample // 512, 1), 32)}
 
     @property
     def collect(self) -> dict[str, int]:
@@ -150,15 +153,16 @@ class Cut:
         """Of the one that does whole rows: three programs a multiprocessor, or as many as fit."""
         warps = max(self.warps, 8)
         options = {"num_warps": warps, "maxnreg": min(80, 65_536 // (32 * warps))}
-        return self.listing | self.choosing | {"LANES": 32 * warps} | options
+        return self.sampling | self.choosing | {"LANES": 32 * warps} | options
 
 
 def choose_cut(k: int, width: int, rows: int, device: Device) -> Cut:
     """A list of four times k, and a sample in which some 64 of the k greatest are expected.
 
-    Programs for whole rows are faster from some half as many rows on as there are multiprocessors
-    (H200, data/measurements/topk_designs.json). They sample 32 bytes at a time, since scattered
-    reads cost as much as the row, and try again where that misled; the others sample 8 bytes.
+    But of 4096 to 16384 columns, for whole rows to 8192. Of 131,072 columns, programs for whole
+    rows are faster from some half as many rows on as there are multiprocessors (H200,
+    data/measurements/topk_designs.json). They sample 32 bytes at a time, since scattered reads cost
+    as much as the row, and try again where that misled; the others sample 8 bytes.
     """
     capacity = max(4096, 4 * triton.next_power_of_2(k))
     wanted = max(triton.next_power_of_2(triton.cdiv(64 * width, k)), 4096)

@@ -45,7 +45,11 @@ def _row(
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
 ):
-    """Where a row's logits lie, and its columns low..high that may be chosen, low at most high."""
+    """Where a row's logits lie, and its columns low..high that may be chosen.
+
+    low is at most high, and both lie within 0..width, so that neither a sum of them nor a
+    difference exceeds int32.
+    """
     p_row = in_ptr + row.to(tl.int64) * stride_in
     low = 0
     high = width
@@ -58,9 +62,10 @@ def _row(
 
 @triton.jit
 def _level(b_order, k, most):
-    """The highest of the levels tried that at least k of [N] reach, and how many do.
+    """The highest of the levels tried that at least k of b_order [N] reach, and how many do.
 
-    Stops at the first level that at most `most` reach; LOWEST where no more are to be had.
+    k is at least 1, `most` at least k. Stops at the first level that at most `most` reach: LOWEST,
+    where no more than `most` values are finite or inf.
     """
     m = b_order >= LOWEST
     reached = tl.sum(m.to(tl.int32), 0)
@@ -87,7 +92,10 @@ def _level(b_order, k, most):
 
 @triton.jit
 def _last(b_order, b_col, level, k):
-    """The column up to which so many equal the level that, with the greater, they are k."""
+    """A column up to which so many of b_order [N] equal the level that k reach it.
+
+    Not always one that holds the level, as the search stops once k do.
+    """
     k -= tl.sum((b_order > level).to(tl.int32), 0)
     least, _reached = _level(tl.where(b_order == level, -b_col, NOTHING), k, k)
     return -least

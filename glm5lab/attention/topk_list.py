@@ -158,9 +158,10 @@ def _of_lane(b, b_lane, LANES: tl.constexpr):
 
 @triton.jit
 def _places(b_words, b_before, b_number, LANES: tl.constexpr):
-    """[LANES]: how many hits come before those with such numbers, by columns.
+    """[LANES]: the places of one hit of each lane: how many hits come before it by columns.
 
-    b_before: [LANES], how many come before each word.
+    b_words: `_words` of all hits. b_before: how many hits come before each word. b_number: the
+    hit's number in its lane, which is the lane of its warp that has its word.
     """
     b_lower = (1 << (tl.arange(0, LANES) % WARP)) - 1
     b_number &= WARP - 1  # of lanes without a hit too
@@ -237,9 +238,9 @@ def _list_row(
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """List some of low..high in order; returns how many, -1 where some of the k greatest may lack.
+    """List some of low..high in order; returns how many, -1 where some of the k greatest may miss.
 
-    Where a sample misled, as neighbours are alike, it is ranked once more by what was found.
+    Where a sample misled, as where neighbours are alike, it is ranked once more by what was found.
     """
     rank = _rank(low, high, k, SAMPLE, SURPLUS)
     count = tl.full((), -1, tl.int32)
@@ -248,6 +249,7 @@ def _list_row(
         level, last = _sampled_level(p_row, low, high, rank, CAPACITY, SAMPLE, CHUNK)
         found = _list_all(p_row, low, high, level, last, p_list, CAPACITY, LANES)
         count = _usable(found, level, last, k, CAPACITY)
+        # Towards one and a half times k.
         times = 1.5 * k.to(tl.float32) / tl.maximum(found, 1).to(tl.float32)
         rank = tl.minimum((rank.to(tl.float32) * times).to(tl.int32) + 1, SAMPLE)
         tries += 1

@@ -36,18 +36,19 @@ def _sampled_level(
 ):
     """A level and last column that `rank` of a sample of low..high reach, or few more.
 
-    All columns reach them where they are no more than are chosen from at once.
+    Where low..high has no more than CAPACITY / 2 columns, which the third step takes at once, it is
+    the lowest level: all reach it.
     """
     level = tl.full((), LOWEST, tl.int32)
     last = tl.full((), NO_COLUMN, tl.int32)
     if high - low > CAPACITY // 2:
-        # A chunk from a random place of each stretch: neighbours are often alike, and what repeats
+        # A chunk from a random place of each part: neighbours are often alike, and what repeats
         # must not fall in step with the sample.
-        stretch = (high - low) // (SAMPLE // CHUNK)
+        apart = (high - low) // (SAMPLE // CHUNK)
         b_chunk = tl.arange(0, SAMPLE) // CHUNK
         b_random = (b_chunk.to(tl.uint32) * 2654435761) >> 20  # of 4096
         b_begin = (b_chunk.to(tl.int64) * (high - low) // (SAMPLE // CHUNK)).to(tl.int32)
-        b_first = low + b_begin + ((b_random * stretch) >> 12).to(tl.int32)
+        b_first = low + b_begin + ((b_random * apart) >> 12).to(tl.int32)
         b_col = b_first // CHUNK * CHUNK + tl.arange(0, SAMPLE) % CHUNK
         m = (b_col >= low) & (b_col < high)
         b_order = _order(tl.load(p_row + b_col, mask=m, other=NAN_BITS))

@@ -25,9 +25,10 @@ def queries(tokens: int, heads: int) -> torch.Tensor:
 
 
 def distinct(inputs: int, tokens: int, rows: int) -> list[torch.Tensor]:
-    """For each input slots int32 [tokens, 2048], all of them different.
+    """For each input slots int32 [tokens, 2048] below `rows`, no two alike.
 
-    Inputs share no slot either, as long as there are enough rows for that.
+    Inputs share no slot either, as long as there are enough rows for that. There must be at least
+    tokens * 2048.
     """
     lists: list[torch.Tensor] = []
     while len(lists) < inputs:
@@ -53,7 +54,7 @@ class Sparse:
         tokens, heads: of the queries.
         kv: [rows, 576] bfloat16, or [rows, 656] uint8.
         inputs: how many queries and lists of slots.
-        indices: lists to use in place of random ones, in which no row comes twice.
+        indices: lists to use in place of `distinct` ones.
         valid: places of each list that count; None for all.
     """
 

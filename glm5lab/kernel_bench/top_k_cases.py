@@ -52,7 +52,7 @@ def make_rows(kind: str, rows: int, width: int, device: str = "cpu") -> torch.Te
         return torch.where(x > 0, 0.0, -0.0)
     if kind == "lowest":  # the lowest finite value in place of -inf
         return torch.where(x > 1, torch.finfo(torch.float32).min, float("-inf"))
-    if kind == "widest":  # from one end of the finite values to the other
+    if kind == "widest":  # the ends' order differs by more than int32 holds
         greatest = torch.where(x > 2, float("inf"), 3e38 + 1e37 * x)
         return torch.where(x > 0, greatest, torch.where(x < -2, -1e38, x))
     if kind == "sawtooth":  # the great ones repeat
