@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from interpreted import run_interpreted
+from memory import poisoned
 
 from glm5lab.attention import reference
 
@@ -88,17 +89,25 @@ def compare_triton_with_reference(device, dtypes):
         scale = None if given[5] is None else given[5].to(device)
         for low, high in ((None, None), (start, None), (None, end), (start, end)):
             expected = reference.mqa_logits(q.double(), k.double(), weights, low, high, scale)
-            assert_close(mqa_logits(q, k, weights, low, high, scale), expected)
-        compact = mqa_logits(q, k, weights, start, end, scale, clean=False, width=q.shape[0] + 300)
-        for t, (low, high) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
-            assert_close(compact[t, : max(0, high - low)], expected[t, low : max(low, high)])
+            with poisoned():
+                logits = mqa_logits(q, k, weights, low, high, scale)
+            assert_close(logits, expected)
+        for width in (q.shape[0] + 300, 60):
+            with poisoned():
+                compact = mqa_logits(q, k, weights, start, end, scale, clean=False, width=width)
+            for t, (low, high) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+                some = min(max(0, high - low), width)
+                assert_close(compact[t, :some], expected[t, low : low + some])
+                assert torch.all(compact[t, some:].isnan()), "written outside of start..end"
     for dtype, paged in product(dtypes, PAGED_CASES):
         q, cache, weights, lengths, table = (x.to(device) for x in make_paged_case(dtype, *paged))
         plain = cache if dtype == FP8 else cache.double()
         own = lengths[:, None].expand(-1, q.shape[1]).clamp_min(3) - 2
         for lens, longest in ((lengths, paged[-1]), (own, paged[-1]), (lengths, 61)):
             expected = reference.paged_mqa_logits(q.double(), plain, weights, lens, table, longest)
-            assert_close(paged_mqa_logits(q, cache, weights, lens, table, longest), expected)
+            with poisoned():
+                logits = paged_mqa_logits(q, cache, weights, lens, table, longest)
+            assert_close(logits, expected)
 
 
 @pytest.mark.gpu

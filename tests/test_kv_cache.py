@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from interpreted import run_interpreted
+from memory import poisoned
 
 from glm5lab.attention import row_formats, store_implementation
 
@@ -166,7 +167,8 @@ def compare_store(kernels: ModuleType, device: str, shape, dtype, fp8, with_rope
     row_formats.store_rows(expected, slots, latent, rope)
     assert torch.equal(bits(cache), bits(expected)), (shape, dtype, fp8)
     for out in (None, torch.float32):
-        got = kernels.gather(cache, slots, out)
+        with poisoned():
+            got = kernels.gather(cache, slots, out)
         wanted = row_formats.gather(expected, slots, out)
         if device == "cpu" and got.dtype == torch.bfloat16 and fp8:
             continue  # the interpreter does not round to bfloat16

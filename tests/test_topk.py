@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from interpreted import run_interpreted
+from memory import poisoned
 
 from glm5lab.attention import reference
 from glm5lab.kernel_bench.top_k_cases import KINDS, bounds, make_rows, random_shapes, verdict
@@ -38,8 +39,25 @@ def compare_triton_with_reference(device, shapes, kinds=KINDS):
             expected = reference.top_k(x, k, low, high)
             # The interpreter takes long: there every kind of row goes through each form once.
             for whole in (False, True) if device == "cuda" else (number % 2 == (low is None),):
-                chosen = top_k(x, k, low, high, cuts(k, width)[whole])
+                with poisoned():
+                    chosen = top_k(x, k, low, high, cuts(k, width)[whole])
                 assert torch.equal(chosen, expected), (kind, rows, width, k, low is not None, whole)
+                check_values(x, k, low, high, chosen)
+
+
+def check_values(x, k, start, end, chosen):
+    """Raises where the values chosen are not torch.topk's, -inf in empty places."""
+    column = torch.arange(x.shape[1], device=x.device)
+    barred = x.isnan()
+    for bound, outside in ((start, torch.lt), (end, torch.ge)):
+        if bound is not None:
+            barred |= outside(column, bound[:, None])
+    x = x.masked_fill(barred, float("-inf"))
+    values = x.gather(1, chosen.clamp_min(0).long()).masked_fill(chosen < 0, float("-inf"))
+    values = values.sort(-1, descending=True).values
+    expected = torch.topk(x, min(k, x.shape[1])).values
+    assert torch.equal(values[:, : expected.shape[1]], expected)
+    assert torch.all(values[:, expected.shape[1] :] == float("-inf"))
 
 
 def compare_small_lists_with_reference(device):
@@ -52,7 +70,8 @@ def compare_small_lists_with_reference(device):
                 x = make_rows(kind, rows, width, device)
                 cut = Cut(512, 128, surplus, whole=(rows > 1) == (surplus < 30))
                 for low, high in ((None, None), bounds(rows, width, device)):
-                    chosen = top_k(x, k, low, high, cut)
+                    with poisoned():
+                        chosen = top_k(x, k, low, high, cut)
                     expected = reference.top_k(x, k, low, high)
                     assert torch.equal(chosen, expected), (kind, rows, cut)
 
