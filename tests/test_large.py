@@ -1,7 +1,7 @@
 """Layer 3: tensors of more than 4 GB and 2**31 elements, where offsets of 32 bits would wrap.
 
-On a GPU only; at small sizes the same comparisons run in Triton's interpreter. Attention and rows
-of a cache stand in test_sparse_mla, test_shared_rows and test_kv_cache.
+On a GPU only; at small sizes the same comparisons run in Triton's interpreter. Large caches of
+attention stand in test_sparse_mla, test_shared_rows and test_kv_cache.
 """
 
 import gc
@@ -12,6 +12,8 @@ from interpreted import run_interpreted
 from memory import poisoned
 from test_indexer_kernels import FP8, assert_close, make_case, make_paged_case
 from test_kv_cache import bits, make_rows
+from test_sparse_mla import LSE_TOLERANCE, TOLERANCE
+from test_sparse_mla import make_case as make_attention
 from test_topk import cuts
 
 from glm5lab.attention import reference, row_formats
@@ -120,6 +122,56 @@ def choose_of_a_wide_row(device, width, k, whole):
     assert torch.equal(chosen[0].long(), expected)
 
 
+def attend_of_many(device, dtype, heads, fp8, times):
+    """Eight tokens again and again: the first as the reference, the others to the bit as they."""
+    from glm5lab.attention.sparse_mla import sparse_mla
+
+    made = make_attention(dtype, 8, heads, 64, 16, 16, fp8=fp8)
+    q, kv, indices, lengths = (x.to(device) for x in made)
+    exact = kv if fp8 else kv.double()
+    expected, expected_lse = reference.sparse_mla(q.double(), exact, indices, 0.06, lengths)
+    many = q.repeat(times, 1, 1), kv, indices.repeat(times, 1), 0.06, lengths.repeat(times)
+    with poisoned():
+        out, lse = sparse_mla(*many)
+    error = (out[:8].double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[torch.float16 if fp8 else dtype], float(error)
+    torch.testing.assert_close(lse[:8].double(), expected_lse, rtol=0, atol=LSE_TOLERANCE)
+    for found in (out, lse):
+        repeated = found.view(times, -1)
+        for some in repeated.split(4096):
+            assert torch.all(some == repeated[0])
+
+
+def gather_many(device, fp8, times):
+    """Eight rows of a cache again and again."""
+    from glm5lab.attention import kv_cache
+
+    rows, dtype = (656, torch.uint8) if fp8 else (576, torch.float16)
+    cache = torch.zeros(8, rows, dtype=dtype, device=device)
+    slots = torch.arange(8, device=device)
+    gen = torch.Generator().manual_seed(0)
+    latent, rope = (torch.randn(8, n, generator=gen).half().to(device) for n in (512, 64))
+    row_formats.store_rows(cache, slots, latent, rope)
+    with poisoned():
+        found = kv_cache.gather(cache, slots.repeat(times), torch.float16).view(times, -1)
+    assert torch.equal(found[0], row_formats.gather(cache, slots, torch.float16).flatten())
+    for some in found.split(4096):
+        assert torch.all(some == found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_attention_of_queries_beyond_4_gb(heads, fp8):
+    attend_of_many("cuda", BF16, heads, fp8, 544_000 // heads)  # 2.5e9 elements of queries
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["fp16", "fp8"])
+def test_gathered_rows_beyond_4_gb(fp8):
+    gather_many("cuda", fp8, 500_000)
+
+
 @pytest.mark.gpu
 def test_index_keys_beyond_4_gb_are_stored():
     store_far_index_keys("cuda", 600_000)
@@ -155,6 +207,8 @@ def test_top_k_of_the_widest_row(whole):
 def test_the_comparisons_hold_at_small_sizes_in_the_interpreter():
     run_interpreted(
         "import test_large as t;"
+        "t.attend_of_many('cpu', t.torch.float16, 8, True, 2);"
+        "t.gather_many('cpu', True, 2);"
         "t.store_far_index_keys('cpu', 3);"
         "t.score_far_pages('cpu', t.FP8, 9);"
         "t.score_far_keys('cpu', t.FP8, 9, 700);"
