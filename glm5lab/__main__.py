@@ -229,7 +229,7 @@ def compile_kernels(
     ] = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,sm_121",
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
-    """Layer 3: every kernel configuration, compiled without a GPU; exit 1 if one does not fit."""
+    """Layer 3: every tile of the kernels, compiled without a GPU; exit 1 if one does not fit."""
     from glm5lab.views.kernels import run_compile
 
     if not run_compile(arch, as_json, typer.echo):

@@ -23,7 +23,7 @@ from glm5lab.attention.tiles import INTERPRETER
 from glm5lab.attention.topk import ROWS_AT_ONCE, Cut, choose_cut, top_k
 from glm5lab.kernel_bench.top_k_cases import make_rows as top_k_rows
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def on(device, tensors):
@@ -50,6 +50,7 @@ def attention(device):
     for dtype in (BF16, FP16):
         made += [test_sparse_mla.make_case(dtype, *size, fp8=True) for size in sizes]
     made.append(test_sparse_mla.make_case(FP16, 2, 8, 64, 200, 0, fp8=True))
+    made += [test_sparse_mla.make_case(FP32, 2, 8, 64, top_k, 16) for top_k in (10, 90)]
     for case in made:
         q, kv, indices, lengths = on(device, case)
         sparse_mla(q, kv, indices, 0.06, lengths)
@@ -57,8 +58,8 @@ def attention(device):
     q, kv = on(device, test_sparse_mla.make_case(BF16, 5, 8, 64, 200, 16)[:2])
     for some in (places, places[:, :20]):  # split, and one part
         sparse_mla(q, kv, some, 0.06, table=(table, requests))
-    for rope, page_size in ((64, 16), (0, 16), (64, 0)):
-        case = test_shared_rows.make_neighbours(BF16, 9, 8, rope, 40, page_size, 0.8)
+    for dtype, rope, page_size in ((BF16, 64, 16), (BF16, 0, 16), (BF16, 64, 0), (FP32, 64, 16)):
+        case = test_shared_rows.make_neighbours(dtype, 9, 8, rope, 40, page_size, 0.8)
         q, kv, indices, lengths = on(device, case)
         sparse_mla_shared(q, kv, indices, 0.06, lengths)
         with patch("glm5lab.attention.shared_rows.fits_hopper", return_value=False):
@@ -67,7 +68,7 @@ def attention(device):
 
 def indexer(device):
     """Logits over keys in a row and in pages, in columns of the keys and of each token's own."""
-    for dtype in (test_indexer_kernels.FP8, BF16):
+    for dtype in (test_indexer_kernels.FP8, BF16, FP32):
         q, k, weights, start, end, scale = on(
             device, test_indexer_kernels.make_case(dtype, 5, 32, 128, 300)
         )

@@ -1,13 +1,14 @@
 """Ahead-of-time compilation of the kernels; no GPU is needed."""
 
 import json
+from itertools import product
 
 import pytest
 
 from glm5lab.attention import compile as aot
-from glm5lab.attention.tiles import sparse_mla_tile
+from glm5lab.attention.tiles import shared_rows_tile, sparse_mla_tile
 from glm5lab.errors import InputError
-from glm5lab.views.kernels import parse_architectures, run_compile
+from glm5lab.views.kernels import NAME_WIDTH, parse_architectures, run_compile
 
 
 def first_of(module, monkeypatch):
@@ -27,6 +28,9 @@ def test_a_kernel_compiles_for_sm_120_within_its_shared_memory(monkeypatch, tmp_
     assert 32_768 < kernel["shared_memory"] <= kernel["limit"] == 101_376
     assert 64 < kernel["registers"] <= 255
     assert kernel["spilled"] == 0
+    assert not kernel["cached"]
+    assert run_compile("sm_120", False, lines.append, jobs=1)
+    assert lines[1].endswith("of stack, cached")
 
 
 def test_too_much_shared_memory_is_noticed(monkeypatch):
@@ -48,6 +52,16 @@ def test_too_many_registers_are_noticed():
     assert not too_many.fits
 
 
+def test_rows_of_fp32_need_what_their_tile_declares(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for module, what in (("sparse_mla_rows", "sparse_mla"), ("shared_rows", "shared rows")):
+        device, module = aot.device_for(120), f"glm5lab.attention.{module}"
+        found = [c for c in aot._compilations(module, device) if c.name.startswith(f"{what} fp32")]
+        resources = aot._compile((module, 120, found[0]))
+        assert resources.fits, resources
+        assert resources.shared_memory == shared_rows_tile(device, 8, 4).shared_memory
+
+
 @pytest.mark.parametrize("capability", [86, 90, 100])
 def test_the_tile_of_64_heads_needs_no_more_than_it_declares(capability, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -60,17 +74,37 @@ def test_the_tile_of_64_heads_needs_no_more_than_it_declares(capability, monkeyp
     assert resources.shared_memory <= tile.shared_memory
 
 
+# Names of configurations, and bytes of a query's element.
+ROWS = (("", 2), ("fp16 ", 2), ("fp32 ", 4), ("fp8 ", 2))
+
+
 def test_every_tile_is_compiled():
     for capability in aot.ARCHITECTURES:
         device = aot.device_for(capability)
         names = {c.name for m in aot.MODULES for c in aot._compilations(m, device)}
-        for tokens in (1, 7, 31, 64, 300, 5000):
-            for heads in (1, 8, 12, 24, 64, 128):
-                for fp8 in (False, True):
-                    tile = sparse_mla_tile(device, tokens, heads, 2, fp8)
-                    form = f"sparse_mla fp8 {tile.name} " if fp8 else f"sparse_mla {tile.name} rope"
-                    assert any(name.startswith(form) for name in names), form
-                    assert tile.shared_memory <= device.shared_memory
+        rows = product((1, 7, 31, 64, 300, 5000), (1, 8, 12, 24, 64, 128), ROWS, (True, False))
+        for tokens, heads, (name, itemsize), whole_chunks in rows:
+            tile = sparse_mla_tile(device, tokens, heads, itemsize, name == "fp8 ", whole_chunks)
+            # For Hopper, float16 goes through the same form as bfloat16.
+            name = "" if tile.hopper and name == "fp16 " else name
+            form = f"sparse_mla {name}{tile.name} "
+            assert any(name.startswith(form) for name in names), form
+            assert tile.shared_memory <= device.shared_memory
+        for heads, (dtype, itemsize) in product((8, 12, 16, 32, 64), (("bf16", 2), ("fp32", 4))):
+            tile = shared_rows_tile(device, heads, itemsize)
+            assert f"shared rows {dtype} {tile.name} rope 64 by {tile.heads // 8}" in names
+            if itemsize == 2:
+                group = max(1, tile.heads // heads)
+                assert f"shared rows {dtype} {tile.name} rope 64 by {group}" in names
+                assert f"union of {group}" in names
+
+
+def test_names_fit_their_column_and_differ():
+    for capability in aot.ARCHITECTURES:
+        device = aot.device_for(capability)
+        names = [c.name for m in aot.MODULES for c in aot._compilations(m, device)]
+        assert len(set(names)) == len(names)
+        assert max(map(len, names)) <= NAME_WIDTH
 
 
 @pytest.mark.parametrize("text", ["", "sm_70", "90", "sm_90,hopper"])

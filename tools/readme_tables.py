@@ -258,10 +258,10 @@ def compiled() -> str:
     document = measurements("compile_sm120")
     table = compile_table(document)
     lines = [
-        (name, n, f"{shared:,}", f"{limit:,}", registers, spilled, "yes" if fits else "no")
-        for name, n, shared, limit, registers, spilled, fits in table.itertuples(name=None)
+        (name, n, f"{shared:,}", f"{limit:,}", registers, stack, "yes" if fits else "no")
+        for name, n, shared, limit, registers, stack, fits in table.itertuples(name=None)
     ]
-    headings = ("kernel", "configurations", "shared memory, bytes", "of", "registers", "spilled")
+    headings = ("kernel", "configurations", "shared memory, bytes", "of", "registers", "stack")
     return f"{link('compile_sm120')}.\n\n" + markdown((*headings, "fits"), lines)
 
 

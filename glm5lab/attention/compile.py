@@ -1,6 +1,7 @@
-"""Compile every kernel configuration that `tiles` can choose: any architecture, no GPU needed.
+"""Compile every tile that the kernels can get, for GLM-5: any architecture, no GPU needed.
 
-Triton compiles for a named target; the machine code's registers and spills are read with the
+In the forms that serving launches and in some others; each module's `compilations` says which.
+Triton compiles for a named target; the machine code's registers and stack are read with the
 `cuobjdump` that Triton's package carries. Compiling does not fail where shared memory or registers
 exceed the device's, so they are compared here.
 """
@@ -68,10 +69,11 @@ class Resources:
         architecture: such as "sm_120".
         shared_memory, limit: bytes a block, needed and there.
         registers: a thread.
-        spilled: bytes of stack a thread.
+        spilled: bytes of stack a thread: spilled registers, and frames of functions called.
         seconds: compile time.
         error: the compiler's last line; "" where it compiled.
         threads: a program, with those of Gluon's further partitions.
+        cached: Triton's cache had it, so that nothing was compiled.
     """
 
     kernel: str
@@ -83,6 +85,7 @@ class Resources:
     seconds: float
     error: str = ""
     threads: int = 32
+    cached: bool = False
 
     @property
     def fits(self) -> bool:
@@ -100,7 +103,7 @@ def device_for(capability: int) -> Device:
 
 
 def compile_all(capabilities: Sequence[int], jobs: int | None = None) -> Iterator[Resources]:
-    """Compile every configuration for each architecture, several at a time.
+    """Compile what every module lists for each architecture, several at a time.
 
     Args:
         capabilities: such as (80, 120).
@@ -133,7 +136,7 @@ def _compile(work: tuple[str, int, Compilation]) -> Resources:
     limit = device_for(capability).shared_memory
     start = time.perf_counter()
     try:
-        shared, threads, cubin = _machine_code(module, capability, c)
+        shared, threads, cubin, cached = _machine_code(module, capability, c)
     except Exception as error:
         line = str(error).strip().splitlines()[-1][:200] if str(error).strip() else repr(error)
         seconds = time.perf_counter() - start
@@ -141,12 +144,14 @@ def _compile(work: tuple[str, int, Compilation]) -> Resources:
     seconds = time.perf_counter() - start
     registers, spilled = resource_usage(cubin)
     return Resources(
-        *(c.name, f"sm_{capability}", shared, limit, registers, spilled, seconds), threads=threads
+        *(c.name, f"sm_{capability}", shared, limit, registers, spilled, seconds),
+        threads=threads,
+        cached=cached,
     )
 
 
-def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, int, bytes]:
-    """Shared memory in bytes, threads a program, and the cubin."""
+def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, int, bytes, bool]:
+    """Shared memory in bytes, threads a program, the cubin, and whether it was in the cache."""
     from importlib import import_module
 
     import triton
@@ -168,14 +173,17 @@ def _machine_code(module: str, capability: int, c: Compilation) -> tuple[int, in
     }
     constants = {(names.index(n),): value for n, value in c.constants.items()}
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    compiled = triton.compile(
-        source(kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": c.warps, **c.options},
-    )
+    hits: list[bool] = []
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+        compiled = triton.compile(
+            source(kernel, signature, constants, attributes),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": c.warps, **c.options},
+        )
     # With warps of further partitions, which num_warps leaves out.
     threads = int(THREADS.search(compiled.asm["ptx"])[1])  # type: ignore[index]
-    return compiled.metadata.shared, threads, compiled.asm["cubin"]
+    return compiled.metadata.shared, threads, compiled.asm["cubin"], hits == [True]
 
 
 @cache

@@ -331,38 +331,44 @@ def check_dtypes(q: torch.Tensor, name: str, keys: torch.Tensor) -> None:
 
 
 def compiled_forms(
-    device: Device, kernel: str, tiles: dict[int, Tile], flags: dict[str, Any]
+    device: Device, kernel: str, tiles: dict[int, Tile], flags: dict[str, Any], what: str = ""
 ) -> list[Compilation]:
-    """What a function of the indexer launches for GLM-5's 32 heads of 128, fp8 and bfloat16 keys.
+    """What a function of the indexer launches for GLM-5's 32 heads of 128.
 
-    With -inf outside the bounds: leaving it out (`clean`) takes stores away, nothing else.
+    fp8, bfloat16 and fp32 keys; float16 takes bfloat16's tile.
 
     Args:
         device: for which device.
         kernel: name of the kernel.
         tiles: the cut by bytes a value.
-        flags: the constants that only this kernel has.
+        flags: the constants that only this kernel has, and CLEAN.
+        what: for the name.
     """
     found = []
-    for itemsize in (1, 2):
+    for itemsize, tile in tiles.items():
         decode = itemsize == 1 and not device.converts_fp8
-        key = "*bf16" if itemsize == 2 else "*u8" if decode else "*fp8e4nv"
+        dtype = {1: "fp8", 2: "bf16", 4: "fp32"}[itemsize]
+        key = "*u8" if decode else "*fp8e4nv" if itemsize == 1 else f"*{dtype}"
         types = {"q_ptr": key, "k_ptr": key, "key_ptr": key, "scale_ptr": "*fp32"}
         types |= {"weights_ptr": "*fp32", "start_ptr": "*i32", "end_ptr": "*i32"}
         types |= {"table_ptr": "*i32", "out_ptr": "*fp32"}
-        constants = flags | {"HAS_SCALE": itemsize == 1, "CLEAN": True}
-        constants |= {"DECODE": decode, "DOT_FP32": False}
-        cuts = [column_blocks(tiles[itemsize], queries, 32, 128) for queries in (1, 2, 4, 8)]
+        constants = flags | {"HAS_SCALE": itemsize == 1, "DECODE": decode}
+        constants["DOT_FP32"] = itemsize == 4
+        cuts = [column_blocks(tile, queries, 32, 128) for queries in (1, 2, 4, 8)]
         for blocks in {cut["BLOCK_T"]: cut for cut in cuts}.values():
-            dtype = "bf16" if itemsize == 2 else "fp8"
-            name = f"{kernel[1:-7]} {dtype} {blocks['BLOCK_T']} queries"
-            warps = tiles[itemsize].warps
-            found.append(Compilation(name, kernel, types, constants | blocks, warps))
+            name = f"{kernel[1:-7]} {dtype} {blocks['BLOCK_T']} queries{what}"
+            found.append(Compilation(name, kernel, types, constants | blocks, tile.warps))
     return found
 
 
 def compilations(device: Device) -> list[Compilation]:
-    """What `mqa_logits` launches; see `compiled_forms`."""
-    tiles = {itemsize: prefill_tile(device, itemsize) for itemsize in (1, 2)}
-    flags = {"HAS_START": True, "HAS_END": True, "COMPACT": False}
-    return compiled_forms(device, "_mqa_logits_kernel", tiles, flags)
+    """What `mqa_logits` launches: logits with -inf outside the bounds, and compact fp8 ones.
+
+    Without -inf but not compact (`clean`) stores are left out, nothing else.
+    """
+    tiles = {itemsize: prefill_tile(device, itemsize) for itemsize in (1, 2, 4)}
+    flags = {"HAS_START": True, "HAS_END": True}
+    kernel = "_mqa_logits_kernel"
+    found = compiled_forms(device, kernel, tiles, flags | {"COMPACT": False, "CLEAN": True})
+    flags |= {"COMPACT": True, "CLEAN": False}
+    return found + compiled_forms(device, kernel, {1: tiles[1]}, flags, " compact")

@@ -234,4 +234,5 @@ def _decode_chunk(requests: int, max_len: int, tile: Tile, device: Device) -> in
 
 def compilations(device: Device) -> list[Compilation]:
     """What `paged_mqa_logits` launches on pages of 64; see `compiled_forms`."""
-    return compiled_forms(device, "_paged_mqa_logits_kernel", DECODE, {"PAGE": 64})
+    flags = {"PAGE": 64, "CLEAN": True}
+    return compiled_forms(device, "_paged_mqa_logits_kernel", DECODE, flags)

@@ -8,6 +8,8 @@ than `sparse_mla`, which gives the same result: the caller, who knows that token
 chooses.
 """
 
+from itertools import product
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from glm5lab.attention.arguments import check_tensors, on_device_of
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import LN2, Lists, Problem
 from glm5lab.attention.shared_rows_hopper import PAIRS, attend_hopper, fits_hopper
-from glm5lab.attention.shared_rows_union import MAX_GROUP, list_unions
+from glm5lab.attention.shared_rows_union import MAX_GROUP, group_sizes, list_unions
 from glm5lab.attention.sparse_mla import checked_problem
 from glm5lab.attention.sparse_mla_arguments import Query
 from glm5lab.attention.tiles import INTERPRETER, Device, Tile, device_of, shared_rows_tile
@@ -224,28 +226,33 @@ def _attend_shared(
 
 
 def compilations(device: Device) -> list[Compilation]:
-    """Everything that `sparse_mla_shared` can launch on a device for eight heads of GLM-5."""
-    tile = shared_rows_tile(device, 8, 2)
-    group = tile.heads // 8
-    lists = {"slots_ptr": "*i32", "members_ptr": "*u8", "counts_ptr": "*i32"}
+    """What `sparse_mla_shared` launches on a device for 8, 16 and 32 or more heads of GLM-5.
+
+    bfloat16 rows with a rotary part; for 8 heads fp32 rows, and bfloat16 ones without it, too.
+    """
     found = []
-    rows = {"q_ptr": "*bf16", "kv_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
-    for rope in (64, 0):
-        constants = {
-            "D_V": 512,
-            "D_ROPE": rope,
-            "GROUP": group,
-            "BLOCK_M": tile.heads,
-            "BLOCK_V": 256,
-            "BLOCK_R": max(16, rope),
-            "BLOCK_K": tile.rows,
-            "STAGES": tile.stages,
-            "PAGED": True,
-            "DOT_FP32": False,
-        }
-        types = lists | rows | {"scale_log2": "fp32"}
-        name = f"shared rows {tile.name} rope {rope}"
-        found.append(
-            Compilation(name, "_attend_shared_kernel", types, constants, tile.warps, tile.options)
-        )
+    for dtype, itemsize, ropes in (("bf16", 2, (64, 0)), ("fp32", 4, (64,))):
+        tile = shared_rows_tile(device, 8, itemsize)
+        groups = group_sizes(tile.heads)
+        for rope, group in product(ropes, groups):
+            if group != groups[-1] and (dtype, rope) != ("bf16", 64):
+                continue
+            constants = {
+                "D_V": 512,
+                "D_ROPE": rope,
+                "GROUP": group,
+                "BLOCK_M": tile.heads,
+                "BLOCK_V": 256,
+                "BLOCK_R": max(16, rope),
+                "BLOCK_K": tile.rows,
+                "STAGES": tile.stages,
+                "PAGED": True,
+                "DOT_FP32": itemsize == 4,
+            }
+            types = {"slots_ptr": "*i32", "members_ptr": "*u8", "counts_ptr": "*i32"}
+            types |= dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr"), f"*{dtype}")
+            types |= {"lse_ptr": "*fp32", "scale_log2": "fp32"}
+            name = f"shared rows {dtype} {tile.name} rope {rope} by {group}"
+            kernel = "_attend_shared_kernel"
+            found.append(Compilation(name, kernel, types, constants, tile.warps, tile.options))
     return found

@@ -6,6 +6,8 @@ multiplied (wgmma, 64 rows of (token, head) pairs), the next one is on its way. 
 takes 919 us where the best plain Triton form takes 1118 (data/measurements/shared_rows_tiles.json).
 """
 
+from itertools import product
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -19,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.problem import LN2, Lists, Problem
+from glm5lab.attention.shared_rows_union import group_sizes
 from glm5lab.attention.tiles import Device
 
 PAIRS = 64  # rows of a wgmma
@@ -216,17 +219,22 @@ def attend_hopper(problem: Problem, lists: Lists, out: torch.Tensor, lse: torch.
 
 
 def compilations(device: Device) -> list[Compilation]:
-    """Everything that `attend_hopper` can launch for eight heads."""
+    """What `attend_hopper` launches for bfloat16 rows of 8, 16, 32 and 64 or more heads.
+
+    Rows without a rotary part for 8 heads alone.
+    """
     if device.capability != 90:
         return []
     types = {"slots_ptr": "*i32", "members_ptr": "*u8", "counts_ptr": "*i32"}
     types |= {"q_ptr": "*bf16", "kv_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
     types["scale_log2"] = "fp32"
     found = []
-    for rope in (64, 0):
-        for paged in (False, True):
-            constants = {"D_V": 512, "D_ROPE": rope, "GROUP": 8}
-            constants |= {"BLOCK_M": PAIRS, "BLOCK_K": ROWS, "PAGED": paged}
-            name = f"shared rows on Hopper rope {rope}{' paged' if paged else ''}"
-            found.append(Compilation(name, "_attend_hopper_kernel", types, constants, WARPS))
+    groups = group_sizes(PAIRS)
+    for rope, paged, group in product((64, 0), (False, True), groups):
+        if not rope and group != groups[-1]:
+            continue
+        constants = {"D_V": 512, "D_ROPE": rope, "GROUP": group}
+        constants |= {"BLOCK_M": PAIRS, "BLOCK_K": ROWS, "PAGED": paged}
+        name = f"shared rows hopper rope {rope}{' paged' if paged else ''} by {group}"
+        found.append(Compilation(name, "_attend_hopper_kernel", types, constants, WARPS))
     return found

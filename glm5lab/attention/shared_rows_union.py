@@ -151,12 +151,17 @@ def list_unions(problem: Problem, group: int, device: Device) -> Lists:
     return lists
 
 
+def group_sizes(pairs: int) -> list[int]:
+    """Tokens a group for 8, 16, 32 and more heads, where a program takes so many (token, head)."""
+    return sorted({max(1, min(MAX_GROUP, pairs // heads)) for heads in (8, 16, 32, 64)})
+
+
 def compilations(device: Device) -> list[Compilation]:
-    """The union for every size of a group that eight heads lead to on a device."""
+    """The union for every size of a group that 8 or more heads lead to on a device."""
     types = {"slots_ptr": "*i32", "members_ptr": "*u8", "counts_ptr": "*i32"}
     types |= {"indices_ptr": "*i32", "lengths_ptr": "*i32", "marks_ptr": "*i32"}
     found = []
-    for group in (4, 8) if device.capability == 90 else (4,):
+    for group in group_sizes(64 if device.capability == 90 else 32):
         constants = {"GROUP": group, "BLOCK": BLOCK_SLOTS, "HAS_LENGTHS": True}
         found.append(Compilation(f"union of {group}", "_union_kernel", types, constants, 8))
     return found

@@ -230,36 +230,52 @@ def attend_rows(problem: Problem, parts: Parts, tile: Tile) -> None:
     )
 
 
+# What else decides about the machine code: queries, columns behind the values, whether lists are
+# split, and the places of a list whose pages are looked up (0: slots are given).
+_SERVED = tuple(product(("bf16",), (64, 0), (True, False), (0, 2048)))
+_GREATEST_LIST = (("bf16", 64, True, MOST_PLACES),)
+_FP16 = (("fp16", 64, True, 0), ("fp16", 64, False, 0))
+_FP32 = (("fp32", 64, True, 0), ("fp32", 64, False, 0))
+
+
 def compilations(device: Device) -> list[Compilation]:
-    """Every form that serves on a device for GLM-5's rows of 16-bit numbers."""
-    types = {"q_ptr": "*bf16", "q_rope_ptr": "*bf16", "kv_ptr": "*bf16"}
+    """Every tile that a device can get, in the forms that serve GLM-5 and in some others.
+
+    bfloat16 rows with and without a rotary part, split and whole, slots and pages looked up for
+    2048 places, and once for the most that a program holds; fp16 and fp32 rows with a rotary part,
+    slots.
+    """
+    found = []
+    for itemsize, forms in ((2, (*_SERVED, *_GREATEST_LIST, *_FP16)), (4, _FP32)):
+        tiles = [t for t in sparse_mla_tiles(device, itemsize) if not t.hopper]
+        found += [_compilation(device, tile, *form) for tile in tiles for form in forms]
+    return found
+
+
+def _compilation(
+    device: Device, tile: Tile, dtype: str, rope: int, split: bool, places: int
+) -> Compilation:
+    name = "sparse_mla" if dtype == "bf16" else f"sparse_mla {dtype}"
+    name += f" {tile.name} rope {rope} {'split' if split else 'whole'}"
+    if places:
+        name += " pages" if places == 2048 else f" pages of {places}"
+    types = dict.fromkeys(("q_ptr", "q_rope_ptr", "kv_ptr"), f"*{dtype}")
     types |= {"indices_ptr": "*i32", "lengths_ptr": "*i32", "lse_ptr": "*fp32"}
     types |= {"table_ptr": "*i32", "request_ptr": "*i32", "slots_ptr": "*i32"}
-    found = []
-    tiles = [t for t in sparse_mla_tiles(device, itemsize=2) if not t.hopper]
-    for tile in tiles:
-        for rope, split, table in product((64, 0), (True, False), (False, True)):
-            name = f"sparse_mla {tile.name} rope {rope} {'split' if split else 'whole'}"
-            name += " pages looked up" if table else ""
-            constants = {
-                "D_V": 512,
-                "D_ROPE": rope,
-                "BLOCK_H": tile.heads,
-                "BLOCK_V": 256,
-                "BLOCK_R": max(16, rope),
-                "BLOCK_K": tile.rows,
-                "STAGES": tile.stages,
-                "PAGED": True,
-                "HAS_LENGTHS": not table,  # as the backend calls it
-                "EARLY": split and device.dependent_launch,
-                "HAS_TABLE": table,
-                "SCAN": 2048 if table else 1,
-                "DOT_FP32": False,
-            }
-            out = {"out_ptr": "*fp32" if split else "*bf16", "scale_log2": "fp32"}
-            found.append(
-                Compilation(
-                    name, "_attend_kernel", types | out, constants, tile.warps, tile.options
-                )
-            )
-    return found
+    types |= {"out_ptr": "*fp32" if split else f"*{dtype}", "scale_log2": "fp32"}
+    constants = {
+        "D_V": 512,
+        "D_ROPE": rope,
+        "BLOCK_H": tile.heads,
+        "BLOCK_V": 256,
+        "BLOCK_R": max(16, rope),
+        "BLOCK_K": tile.rows,
+        "STAGES": tile.stages,
+        "PAGED": True,
+        "HAS_LENGTHS": not places,  # as the backend calls it
+        "EARLY": split and device.dependent_launch,
+        "HAS_TABLE": bool(places),
+        "SCAN": max(places, 1),
+        "DOT_FP32": dtype == "fp32",
+    }
+    return Compilation(name, "_attend_kernel", types, constants, tile.warps, tile.options)

@@ -123,7 +123,7 @@ _ROWS_16_BIT = {
         (0, Tile(16, 32, 4, 2, 56_320)),
     ),
 }
-_ROWS_32_BIT = Tile(16, 16, 4, 1, 90_112)
+_ROWS_32_BIT = Tile(16, 16, 4, 1, 73_728)
 # fp8_ds_mla rows. Eight heads: two registers a thread are spilled for a third program a
 # multiprocessor, which is 10 % faster at 1024 tokens.
 _ROWS_FP8 = {8: Tile(8, 32, 4, 1, 45_056, 168), 16: Tile(16, 32, 4, 1, 55_296)}

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from glm5lab.attention.compile import ARCHITECTURES, Resources, as_dict, compile_all
 from glm5lab.errors import InputError
 
+NAME_WIDTH = 53  # of the longest configuration's name
+
 
 def parse_architectures(text: str) -> list[int]:
     """Read "sm_80,sm_120", or "sm80,sm120", as [80, 120]; each counts once.
@@ -27,11 +29,12 @@ def parse_architectures(text: str) -> list[int]:
 def line(r: Resources) -> str:
     """One configuration as a line."""
     if r.error:
-        return f"{r.architecture:7} {r.kernel:42} does not compile: {r.error}"
+        return f"{r.architecture:7} {r.kernel:{NAME_WIDTH}} does not compile: {r.error}"
     mark = "" if r.fits else "  exceeds the device"
+    took = "cached" if r.cached else f"{r.seconds:4.1f} s"
     return (
-        f"{r.architecture:7} {r.kernel:42} {r.shared_memory:7} of {r.limit:7} bytes, "
-        f"{r.registers:3} registers, {r.spilled:4} bytes spilled, {r.seconds:5.1f} s{mark}"
+        f"{r.architecture:7} {r.kernel:{NAME_WIDTH}} {r.shared_memory:6} of {r.limit:6} bytes, "
+        f"{r.registers:3} registers, {r.spilled:4} of stack, {took}{mark}"
     )
 
 

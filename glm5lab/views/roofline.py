@@ -140,7 +140,7 @@ def compile_table(compiled: Mapping[str, Any]) -> "pd.DataFrame":
 
     Returns:
         Indexed by kernel: configurations, shared memory and its limit in bytes, registers a
-        thread, bytes spilled a thread, fits.
+        thread, bytes of stack a thread (spilled registers, and frames of functions called), fits.
     """
     import pandas as pd
 
@@ -151,7 +151,7 @@ def compile_table(compiled: Mapping[str, Any]) -> "pd.DataFrame":
         shared_memory=("shared_memory", "max"),
         limit=("limit", "first"),
         registers=("registers", "max"),
-        spilled=("spilled", "max"),
+        stack=("spilled", "max"),
         fits=("fits", "all"),
     )
     return grouped.rename_axis("kernel")
@@ -172,7 +172,7 @@ def compile_figure(compiled: Mapping[str, Any]) -> "go.Figure":
             marker={"color": COLOURS["glm5lab"], "size": 10, "opacity": 0.45},
             customdata=[(row["kernel"], row["registers"], row["spilled"]) for row in kernels],
             hovertemplate="%{customdata[0]}: %{x:.1f} KiB, %{customdata[1]} registers, "
-            "%{customdata[2]} bytes spilled<extra></extra>",
+            "%{customdata[2]} bytes of stack<extra></extra>",
         )
     )
     figure.add_vline(
