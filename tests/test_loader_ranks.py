@@ -51,6 +51,7 @@ def test_two_ranks_load_what_vllms_own_code_gives_them(sample_mix):
     assert "token_embd.weight: the ranks together took 65,536 of its 131,072 numbers" in half
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_rank_0s_share_is_caught(sample_mix):
     """Values and audit both say so: vllm-gguf-plugin's mistake, its issue 103."""
     ranks = [loaded(sample_mix, tp=2, rank=rank, rank0=True) for rank in range(2)]

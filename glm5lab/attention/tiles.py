@@ -124,8 +124,8 @@ _ROWS_16_BIT = {
     ),
 }
 _ROWS_32_BIT = Tile(16, 16, 4, 1, 73_728)
-# fp8_ds_mla rows. Eight heads: two registers a thread are spilled for a third program a
-# multiprocessor, which is 10 % faster at 1024 tokens.
+# fp8_ds_mla rows. Eight heads: at 168 registers a thread a third program fits a multiprocessor,
+# which is 10 % faster at 1024 tokens (sparse_mla_tiles.json).
 _ROWS_FP8 = {8: Tile(8, 32, 4, 1, 45_056, 168), 16: Tile(16, 32, 4, 1, 55_296)}
 # The forms for Hopper, by heads. 64 heads: 11, 16 and 27 us at 1, 4 and 16 tokens against 12, 21
 # and 37, 745 against 1307 at 1024 (sparse_mla_64_heads_designs.json). More than 16 heads over

@@ -184,7 +184,7 @@ def compile_figure(compiled: Mapping[str, Any]) -> "go.Figure":
     figure.update_layout(
         title=f"Shared memory of {len(kernels)} compiled configurations",
         xaxis={"title": "KiB a block", "rangemode": "tozero"},
-        yaxis={"type": "category", "autorange": "reversed", "automargin": True},
+        yaxis={"title": "kernel", "type": "category", "autorange": "reversed", "automargin": True},
         template="plotly_white",
         margin={**MARGIN, "l": 130},
         height=420,
