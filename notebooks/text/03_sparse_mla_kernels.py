@@ -167,8 +167,9 @@ attended_explorer(model, text)
 # %% [markdown]
 # ## Does it fit the GPUs that vLLM leaves out
 #
-# Triton compiles for a GPU that is not here. Every configuration that the code can choose, compiled for the RTX PRO 6000 (SM120): the
-# most that any of a kernel's configurations takes. Compiled and compared with the device's limits; nobody here has run it on one.
+# Triton compiles for a GPU that is not here. Every tile that the code can choose, in the forms that serve and some others (fp16 and
+# fp32 rows, lists of 8192), compiled for the RTX PRO 6000 (SM120): the most that any of a kernel's configurations takes; stack, bytes a
+# thread, is spilled registers and frames of calls. Compiled and compared with the device's limits; nobody here has run it on one.
 
 # %% tags=["nbval-check-output"]
 from glm5lab.views.measurements import measurements, origin
