@@ -62,6 +62,12 @@ def check_finite(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a finite float below 2**127, got {shown(value)}")
 
 
+def check_width(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError where a tensor's last dimension has no element."""
+    if not tensor.shape[-1]:
+        raise ValueError(f"{name}: expected a width of at least 1, got 0")
+
+
 def check_apart(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError where elements of a tensor share memory, as an expanded one's do."""
     reach = 0
@@ -156,8 +162,7 @@ def _check_index_queries(q: torch.Tensor, heads: int) -> None:
         raise ValueError(f"q: expected {named(INDEX_KEYS)}, got {q.dtype}")
     if not heads:
         raise ValueError("q: expected at least one head, got none")
-    if not q.shape[-1]:
-        raise ValueError("q: expected a width of at least 1, got 0")
+    check_width("q", q)
 
 
 def _check_weights(weights: torch.Tensor) -> None:

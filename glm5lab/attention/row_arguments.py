@@ -8,6 +8,7 @@ from glm5lab.attention.arguments import (
     check_apart,
     check_devices,
     check_tensors,
+    check_width,
     named,
     shown,
 )
@@ -27,13 +28,8 @@ def check_store_arguments(
     _check_slots(slots)
     parts = {"latent": latent} if rope is None else {"latent": latent, "rope": rope}
     for name, part in parts.items():
-        if part.dim() != 2 or part.shape[0] < len(slots) or not part.is_floating_point():
-            raise ValueError(
-                f"{name}: expected floating point [{len(slots)} or more, width], "
-                f"got {part.dtype} {tuple(part.shape)}"
-            )
-    if not latent.shape[1]:
-        raise ValueError("latent: expected a width of at least 1, got 0")
+        _check_stored(name, part, len(slots))
+    check_width("latent", latent)
     widths = tuple(part.shape[1] for part in parts.values())
     if cache.dtype == torch.uint8 and widths != (FP8_LATENT, FP8_ROPE):
         raise ValueError(
@@ -64,14 +60,9 @@ def check_store_index_arguments(
     """Raise ValueError naming the first argument of `store_index_keys` that does not fit."""
     check_tensors(cache=cache, slots=slots, keys=keys)
     _check_slots(slots)
-    if keys.dim() != 2 or keys.shape[0] < len(slots) or not keys.is_floating_point():
-        raise ValueError(
-            f"keys: expected floating point [{len(slots)} or more, width], "
-            f"got {keys.dtype} {tuple(keys.shape)}"
-        )
+    _check_stored("keys", keys, len(slots))
+    check_width("keys", keys)
     width = keys.shape[1]
-    if not width:
-        raise ValueError("keys: expected a width of at least 1, got 0")
     row = width + INDEX_SCALE_BYTES
     if cache.dtype != torch.uint8 or cache.dim() != 3 or cache.shape[2] != row or width % 4:
         raise ValueError(
@@ -110,6 +101,15 @@ def check_unpack_arguments(rows: torch.Tensor, dtype: torch.dtype) -> None:
 def _check_slots(slots: torch.Tensor) -> None:
     if slots.dim() != 1 or slots.dtype not in INTEGERS:
         raise ValueError(f"slots: expected integers [N], got {slots.dtype} {tuple(slots.shape)}")
+
+
+def _check_stored(name: str, part: torch.Tensor, slots: int) -> None:
+    """Raise ValueError unless what is stored has a row for each slot."""
+    if part.dim() != 2 or part.shape[0] < slots or not part.is_floating_point():
+        raise ValueError(
+            f"{name}: expected floating point [{slots} or more, width], "
+            f"got {part.dtype} {tuple(part.shape)}"
+        )
 
 
 def _check_cache(cache: torch.Tensor, width: int | None) -> None:

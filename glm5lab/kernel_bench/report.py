@@ -22,7 +22,7 @@ from glm5lab.kernel_bench.timing import Row
 from glm5lab.kernel_bench.top_k_cases import exactness, random_shapes
 
 
-def machine(architecture: str | None = None) -> dict[str, Any]:
+def machine(command: str) -> dict[str, Any]:
     """Command, date, GPU, driver and versions."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
@@ -33,7 +33,7 @@ def machine(architecture: str | None = None) -> dict[str, Any]:
     with suppress(PackageNotFoundError):
         versions["vllm"] = version("vllm")
     return {
-        "command": "glm5lab bench kernels" + (f" --arch {architecture}" if architecture else ""),
+        "command": command,
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "driver": driver.strip().splitlines()[0],
@@ -72,7 +72,8 @@ def run(out: Path | None, echo: Callable[[str], None], architecture: str | None 
     require_cuda("bench kernels")
     require_writable(out)
     rate, measured = bench_kernels(architecture)
-    document = {**machine(architecture), "copy_tb_s": rate / 1e6}
+    command = "glm5lab bench kernels" + (f" --arch {architecture}" if architecture else "")
+    document = {**machine(command), "copy_tb_s": rate / 1e6}
     echo(f"copy kernel: {rate / 1e6:.2f} TB/s")
     rows, right = [], True
     for row in measured:
@@ -115,7 +116,7 @@ def run_weights(out: Path | None, echo: Callable[[str], None]) -> None:
             together=loading["read_together_bytes_s"] / 1e9,
         )
     )
-    document = {**machine(), "command": "glm5lab bench weights", "copy_tb_s": rate / 1e6}
+    document = {**machine("glm5lab bench weights"), "copy_tb_s": rate / 1e6}
     write_json(out, {**document, "rows": rows, "loading": loading})
     if wrong:
         raise CheckError("; ".join(wrong))
@@ -143,5 +144,5 @@ def run_top_k(out: Path | None, echo: Callable[[str], None]) -> bool:
             echo("{kernel}, {kind}, {rows} x {width}, k {k}: {verdict}".format(**case))
     for kernel, tried in cases.items():
         echo(f"{kernel}: {sum(not c['verdict'] for c in tried)} of {len(tried)} exact")
-    write_json(out, {**machine(), "command": "glm5lab bench top-k", "cases": cases})
+    write_json(out, {**machine("glm5lab bench top-k"), "cases": cases})
     return not any(c["verdict"] for c in cases["glm5lab"])
