@@ -42,8 +42,9 @@ def looked_up(device):
 def attention(device):
     """Whole and split lists, both row formats, few and many heads, shared rows."""
     sizes = [(2, 8, 64, 200, 16), (9, 64, 0, 90, 7), (17, 64, 64, 90, 7), (130, 8, 64, 3, 0)]
-    # More than 8 parts; 16 heads; 64 of a token alone, whose list is split.
-    sizes += [(1, 8, 64, 700, 16), (2, 16, 0, 40, 16), (1, 64, 0, 200, 16)]
+    # 16, 32 and 64 parts; 16 heads; 64 of a token alone, whose list is split.
+    sizes += [(1, 8, 64, top_k, 16) for top_k in (512, 1024, 2048)]
+    sizes += [(2, 16, 0, 40, 16), (1, 64, 0, 200, 16)]
     made = [test_sparse_mla.make_case(BF16, *size) for size in sizes]
     sizes = [(2, heads, 64, top_k, 16) for heads in (8, 16, 64) for top_k in (20, 200)]
     # Hopper has no form of its own for float16 beside fp8_ds_mla rows.

@@ -164,6 +164,42 @@ def compare_triton_with_reference(device, dtypes):
                     compare_with_reference(kernel, device, dtype, case, True, with_lengths)
 
 
+def compare_merges(device):
+    """Every capacity of the merge, full and nearly empty, against the same sum in float64.
+
+    What lies in a part without a row is NaN here, and counts for nothing.
+    """
+    from glm5lab.attention.problem import Parts, Problem
+    from glm5lab.attention.sparse_mla_merge import merge
+    from glm5lab.attention.tiles import MERGE_TILES
+
+    gen = torch.Generator().manual_seed(0)
+    sizes = {count for most, _, _ in MERGE_TILES for count in (most // 2 + 1, most)}
+    for parts, d_v in product(sorted(sizes), (512, 40)):
+        lse = torch.randn(3, parts, 2, generator=gen) * 3
+        lse[1, : parts - 1] = lse[2] = float("-inf")
+        part_out = torch.randn(3, parts, 2, d_v, generator=gen)
+        part_out[lse == float("-inf")] = float("nan")
+        top = lse.double().logsumexp(1)
+        weight = (lse - top[:, None]).exp().nan_to_num(0)[..., None]
+        expected = (part_out.nan_to_num(0) * weight).sum(1)
+        out, out_lse = (torch.full(s, float("nan"), device=device) for s in ((3, 2, d_v), (3, 2)))
+        split = Parts(part_out.to(device), lse.to(device), (0, 0, 0), parts, 0, False)
+        q = torch.empty(3, 2, d_v)
+        merge(Problem(q, q, q, None, 1.0, d_v), split, out, out_lse)
+        torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out_lse.double().cpu(), top, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_parts_are_merged_on_the_gpu():
+    compare_merges("cuda")
+
+
+def test_parts_are_merged_in_the_interpreter():
+    run_interpreted("import test_sparse_mla as t; t.compare_merges('cpu')")
+
+
 def compare_nan(attend, device, dtype, fp8=False):
     """NaN in a query or a row that counts stays NaN, in one part and in three, as does its LSE."""
     q, kv, indices, _ = make_case(dtype, 3, 4, 64, 48, 0, fp8=fp8)
@@ -287,7 +323,7 @@ def test_triton_kernels_equal_the_reference_in_the_interpreter():
 @pytest.mark.parametrize("heads", [1, 8, 16, 64, 128])
 def test_every_tile_at_the_real_size_equals_the_reference(heads, fp8):
     # The tiles change with the number of tokens and heads.
-    for tokens in (1, 8, 33, 130):
+    for tokens in (1, 4, 8, 12, 33, 130):
         made = make_case(torch.bfloat16, tokens, heads, 64, 2048, 64, rows=5000, fp8=fp8)
         q, kv, indices, lengths = (x.cuda() for x in made)
         out, lse = implementation("cuda")(q, kv, indices, 256**-0.5, lengths)
@@ -332,7 +368,7 @@ def test_other_tokens_lengths_and_capacities_compile_nothing_new(fp8):
         q, kv, indices, lengths = (x.cuda() for x in case)
         implementation("cuda")(q, kv, indices, 0.06, lengths)
 
-    for tokens in (1, 40, 300):  # one a tile, with and without parts
+    for tokens in (1, 4, 8, 12, 40, 300):  # every tile and capacity, with and without parts
         run(tokens, 2048, 96)
     before = compiled()
     assert before > 0

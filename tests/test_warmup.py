@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5lab.attention.tiles import Device, sparse_mla_parts, sparse_mla_tile
+from glm5lab.attention.tiles import Device, merge_tile, sparse_mla_parts, sparse_mla_tile
 from glm5lab.attention.topk import choose_cut
 from glm5lab.vllm_plugin.warmup import MOST_TOKENS, token_counts, top_k_shapes
 
@@ -11,7 +11,7 @@ def forms(device, tokens, heads, fp8):
     """The compiled kernels of a batch: attention by its tile, split or not, and the merge."""
     tile = sparse_mla_tile(device, tokens, heads, 2, fp8, True)
     parts = sparse_mla_parts(device, tile, tokens, heads, 2048)
-    return {(tile, parts > 1)} | ({("merge", parts > 8)} if parts > 1 else set())
+    return {(tile, parts > 1)} | ({("merge", merge_tile(parts))} if parts > 1 else set())
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 120])

@@ -1,7 +1,8 @@
 """Block sizes, warps, stages and splits for the kernels, from the shapes and the device.
 
-Nothing is tuned while serving: each row of the tables was measured (the run lies in
-data/measurements/sparse_mla_tiles.json), and the first that fits the shared memory is taken.
+Nothing is tuned while serving: each row of the tables was measured, and the first that suits the
+device is taken. The runs lie in data/measurements: sparse_mla_tiles.json for all forms,
+sparse_mla_8_heads.json for eight heads over 16-bit rows.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ class Device:
         capability: major * 10 + minor, 90 for Hopper; 0 for Triton's interpreter.
         multiprocessors: how many there are.
         shared_memory: bytes that one block may use.
+        multiprocessor_memory: bytes that all blocks of a multiprocessor share; None where they are
+            what one block may use and its reserve, as on each GPU so far.
     """
 
     capability: int
     multiprocessors: int
     shared_memory: int
+    multiprocessor_memory: int | None = None
 
     @property
     def dependent_launch(self) -> bool:
@@ -34,7 +38,14 @@ class Device:
         """Whether there is an instruction from e4m3 to fp16 (Ada and later)."""
         return self.capability >= 89
 
+    def programs(self, shared_memory: int) -> int:
+        """How many programs that need so many bytes a multiprocessor holds, at least 1."""
+        total = self.multiprocessor_memory or self.shared_memory + RESERVED
+        return max(total // (shared_memory + RESERVED), 1)
 
+
+# Bytes of shared memory that the driver takes of each block.
+RESERVED = 1024
 # The interpreter runs program after program: more splits only take longer.
 INTERPRETER = Device(0, 1, 1 << 20)
 
@@ -68,7 +79,8 @@ def _device(index: int, override: str) -> Device:
         return Device(capability, count, shared_memory_of(capability))
     capability = properties.major * 10 + properties.minor
     limit = getattr(properties, "shared_memory_per_block_optin", None)
-    return Device(capability, count, limit or shared_memory_of(capability))
+    total = getattr(properties, "shared_memory_per_multiprocessor", None)
+    return Device(capability, count, limit or shared_memory_of(capability), total)
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,8 @@ class Tile:
         hopper: the form of `sparse_mla_hopper`: warps that gather come in addition, and its one
             program fills a multiprocessor.
         only: the one capability for which it compiles to that; None for all.
+        together: how many programs of it a multiprocessor must hold for it to be chosen: one alone
+            leaves the memory idle while it computes.
     """
 
     heads: int
@@ -94,6 +108,15 @@ class Tile:
     max_registers: int | None = None
     hopper: bool = False
     only: int | None = None
+    together: int = 1
+
+    def suits(self, device: Device) -> bool:
+        """Whether a device has the memory for it, and is one that it is for."""
+        return (
+            self.shared_memory <= device.shared_memory
+            and device.programs(self.shared_memory) >= self.together
+            and self.only in (None, device.capability)
+        )
 
     @property
     def name(self) -> str:
@@ -108,12 +131,16 @@ class Tile:
 
 
 # Sparse MLA over 16-bit rows: heads a program -> (tokens from which a row holds, tile). Of the rows
-# that hold, the first that fits the device's shared memory is taken.
+# that hold, the first that suits the device is taken.
 _ROWS_16_BIT = {
     8: (
-        (128, Tile(8, 64, 4, 2, 83_968)),
-        (32, Tile(8, 64, 8, 2, 83_968)),
-        (0, Tile(8, 32, 4, 3, 83_456)),
+        (128, Tile(8, 64, 4, 2, 83_968, together=2)),
+        (32, Tile(8, 64, 8, 2, 83_968, together=2)),
+        (8, Tile(8, 32, 4, 3, 83_456, together=2)),
+        (4, Tile(8, 64, 8, 2, 83_968, together=2)),
+        # Where a multiprocessor has 100 KiB: 162 us at 256 tokens, 200 with a larger tile, alone.
+        (4, Tile(8, 32, 4, 2, 46_592)),
+        (0, Tile(8, 32, 8, 2, 46_592)),
     ),
     16: ((0, Tile(16, 32, 4, 2, 56_320)),),
     64: (
@@ -137,7 +164,11 @@ _HOPPER_FP8 = {
     64: Tile(16, 64, 4, 2, 176_424, 168, hopper=True),
 }
 _INTERPRETED = Tile(16, 32, 1, 1, 0)
-MAX_PARTS = 64
+# The merge: (parts that it has room for, columns a program, warps). With few columns a program, one
+# token's 64 parts spread over the card: 5.9 us with both kernels, 7.6 with 256 and 4 warps
+# (sparse_mla_8_heads.json). Few capacities, so that another number of parts compiles nothing.
+MERGE_TILES = ((8, 256, 4), (16, 256, 2), (32, 64, 1), (64, 32, 1))
+MAX_PARTS = MERGE_TILES[-1][0]
 # Shared rows: (token, head) pairs a program. Two programs of 32 pairs a multiprocessor beat one of
 # 64 on Hopper (1.31 against 1.55 ms for 4096 tokens), since they overlap products and softmax.
 _SHARED_ROWS = (Tile(32, 64, 4, 2, 114_688), Tile(32, 32, 4, 2, 75_776))
@@ -168,13 +199,7 @@ def sparse_mla_tile(
     if itemsize == 4:
         return _ROWS_32_BIT
     rows = _ROWS_16_BIT[width]
-    fitting = (
-        tile
-        for least, tile in rows
-        if tokens >= least
-        and tile.shared_memory <= device.shared_memory
-        and tile.only in (None, device.capability)
-    )
+    fitting = (tile for least, tile in rows if tokens >= least and tile.suits(device))
     return next(fitting, rows[-1][1])
 
 
@@ -182,8 +207,8 @@ def sparse_mla_tiles(device: Device, itemsize: int, fp8: bool = False) -> list[T
     """Every tile that `sparse_mla_tile` can choose on a device."""
     chosen = (
         sparse_mla_tile(device, tokens, heads, itemsize, fp8, whole_chunks)
-        for heads in (8, 16, 64)
-        for tokens in (1, 8, 32, 128)
+        for heads, rows in _ROWS_16_BIT.items()
+        for tokens, _ in rows
         for whole_chunks in (True, False)
     )
     return list(dict.fromkeys(chosen))
@@ -192,16 +217,22 @@ def sparse_mla_tiles(device: Device, itemsize: int, fp8: bool = False) -> list[T
 def sparse_mla_parts(device: Device, tile: Tile, tokens: int, heads: int, top_k: int) -> int:
     """How many programs share a token's list: a power of two that fills the multiprocessors.
 
-    Two programs each; one in the forms for Hopper. The results of 64 heads take long to merge: of
-    several tokens a program there takes two blocks at least (4 tokens: 16 us, 19 with one).
+    Two programs each, where so many fit; one in the forms for Hopper. The results of 64 heads take
+    long to merge: of several tokens a program there takes two blocks at least (4 tokens: 16 us, 19
+    with one).
     """
     programs = tokens * -(-heads // tile.heads)
-    places = device.multiprocessors * (1 if tile.hopper else 2)
+    places = device.multiprocessors * min(device.programs(tile.shared_memory), 2)
     blocks = -(-top_k // tile.rows)
     if tile.heads == 64 and programs > 1:
         blocks = -(-blocks // 2)
     wanted = min(places // programs, blocks, MAX_PARTS)
     return 1 << max(wanted, 1).bit_length() - 1
+
+
+def merge_tile(parts: int) -> tuple[int, int, int]:
+    """The row of `MERGE_TILES` for a number of parts, at most MAX_PARTS."""
+    return next(tile for tile in MERGE_TILES if parts <= tile[0])
 
 
 def shared_rows_tile(device: Device, heads: int, itemsize: int) -> Tile:
