@@ -2,7 +2,8 @@
 
 Nothing is tuned while serving: each row of the tables was measured, and the first that suits the
 device is taken. The runs lie in data/measurements: sparse_mla_tiles.json for all forms,
-sparse_mla_8_heads.json for eight heads over 16-bit rows.
+sparse_mla_8_heads.json for eight heads over 16-bit rows, sparse_mla_sm120.json for multiprocessors
+of 100 KiB.
 """
 
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ _ROWS_16_BIT = {
         (32, Tile(8, 64, 8, 2, 83_968, together=2)),
         (8, Tile(8, 32, 4, 3, 83_456, together=2)),
         (4, Tile(8, 64, 8, 2, 83_968, together=2)),
-        # Where a multiprocessor has 100 KiB: 162 us at 256 tokens, 200 with a larger tile, alone.
+        # Where a multiprocessor has 100 KiB: 162 us at 256 tokens; a larger tile, alone there, 199.
         (4, Tile(8, 32, 4, 2, 46_592)),
         (0, Tile(8, 32, 8, 2, 46_592)),
     ),
@@ -151,9 +152,13 @@ _ROWS_16_BIT = {
     ),
 }
 _ROWS_32_BIT = Tile(16, 16, 4, 1, 73_728)
-# fp8_ds_mla rows. Eight heads: at 168 registers a thread a third program fits a multiprocessor,
-# which is 10 % faster at 1024 tokens (sparse_mla_tiles.json).
-_ROWS_FP8 = {8: Tile(8, 32, 4, 1, 45_056, 168), 16: Tile(16, 32, 4, 1, 55_296)}
+# fp8_ds_mla rows, by heads. Eight: at 168 registers a thread a third program fits a multiprocessor,
+# which is 10 % faster at 1024 tokens (sparse_mla_tiles.json), where it has the memory for three;
+# with 100 KiB 64 tokens take 83 us without that limit, 113 with it (sparse_mla_sm120.json).
+_ROWS_FP8 = {
+    8: (Tile(8, 32, 4, 1, 45_056, 168, together=3), Tile(8, 32, 4, 1, 45_056)),
+    16: (Tile(16, 32, 4, 1, 55_296),),
+}
 # The forms for Hopper, by heads. 64 heads: 11, 16 and 27 us at 1, 4 and 16 tokens against 12, 21
 # and 37, 745 against 1307 at 1024 (sparse_mla_64_heads_designs.json). More than 16 heads over
 # fp8_ds_mla rows are cut into blocks of 16.
@@ -194,13 +199,13 @@ def sparse_mla_tile(
     form = forms.get(width) if device.capability == 90 and whole_chunks else None
     if form is not None and form.shared_memory <= device.shared_memory:
         return form
-    if fp8:
-        return _ROWS_FP8[8 if heads <= 8 else 16]
-    if itemsize == 4:
+    if itemsize == 4 and not fp8:
         return _ROWS_32_BIT
-    rows = _ROWS_16_BIT[width]
-    fitting = (tile for least, tile in rows if tokens >= least and tile.suits(device))
-    return next(fitting, rows[-1][1])
+    if fp8:
+        tiles = _ROWS_FP8[8 if heads <= 8 else 16]
+    else:
+        tiles = tuple(tile for least, tile in _ROWS_16_BIT[width] if tokens >= least)
+    return next((tile for tile in tiles if tile.suits(device)), tiles[-1])
 
 
 def sparse_mla_tiles(device: Device, itemsize: int, fp8: bool = False) -> list[Tile]:
