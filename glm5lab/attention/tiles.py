@@ -152,13 +152,9 @@ _ROWS_16_BIT = {
     ),
 }
 _ROWS_32_BIT = Tile(16, 16, 4, 1, 73_728)
-# fp8_ds_mla rows, by heads. Eight: at 168 registers a thread a third program fits a multiprocessor,
-# which is 10 % faster at 1024 tokens (sparse_mla_tiles.json), where it has the memory for three;
-# with 100 KiB 64 tokens take 83 us without that limit, 113 with it (sparse_mla_sm120.json).
-_ROWS_FP8 = {
-    8: (Tile(8, 32, 4, 1, 45_056, 168, together=3), Tile(8, 32, 4, 1, 45_056)),
-    16: (Tile(16, 32, 4, 1, 55_296),),
-}
+# fp8_ds_mla rows, by heads. Held to 168 registers a thread, a third program of eight heads fits a
+# multiprocessor: 2 % faster at 1024 tokens, but 30 % slower at 64 (sparse_mla_sm120.json).
+_ROWS_FP8 = {8: Tile(8, 32, 4, 1, 45_056), 16: Tile(16, 32, 4, 1, 55_296)}
 # The forms for Hopper, by heads. 64 heads: 11, 16 and 27 us at 1, 4 and 16 tokens against 12, 21
 # and 37, 745 against 1307 at 1024 (sparse_mla_64_heads_designs.json). More than 16 heads over
 # fp8_ds_mla rows are cut into blocks of 16.
@@ -199,13 +195,13 @@ def sparse_mla_tile(
     form = forms.get(width) if device.capability == 90 and whole_chunks else None
     if form is not None and form.shared_memory <= device.shared_memory:
         return form
-    if itemsize == 4 and not fp8:
-        return _ROWS_32_BIT
     if fp8:
-        tiles = _ROWS_FP8[8 if heads <= 8 else 16]
-    else:
-        tiles = tuple(tile for least, tile in _ROWS_16_BIT[width] if tokens >= least)
-    return next((tile for tile in tiles if tile.suits(device)), tiles[-1])
+        return _ROWS_FP8[8 if heads <= 8 else 16]
+    if itemsize == 4:
+        return _ROWS_32_BIT
+    rows = _ROWS_16_BIT[width]
+    fitting = (tile for least, tile in rows if tokens >= least and tile.suits(device))
+    return next(fitting, rows[-1][1])
 
 
 def sparse_mla_tiles(device: Device, itemsize: int, fp8: bool = False) -> list[Tile]:
