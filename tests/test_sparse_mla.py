@@ -335,6 +335,31 @@ def test_every_tile_at_the_real_size_equals_the_reference(heads, fp8):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("capability", [80, 120])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_tiles_of_other_gpus_equal_the_reference(capability, fp8):
+    """Compiled for the GPU that is here, whole and split."""
+    from glm5lab.attention import sparse_mla
+    from glm5lab.attention.compile import device_for
+    from glm5lab.attention.tiles import device_of, sparse_mla_tiles
+
+    made = make_case(torch.bfloat16, 3, 64, 64, 2048, 64, rows=5000, fp8=fp8)
+    q, kv, indices, lengths = (x.cuda() for x in made)
+    exact = kv if fp8 else kv.double()
+    expected = reference.sparse_mla(q.double(), exact, indices, 256**-0.5, lengths)
+    tiles = sparse_mla_tiles(device_for(capability), 2, fp8)
+    assert len(tiles) >= (2 if fp8 else 4)
+    for tile, parts in product(tiles, (1, 16)):
+        given = (q, kv, indices, 256**-0.5, lengths, 512, None, False)
+        with poisoned():
+            problem, out, lse = sparse_mla.checked_problem(*given)
+            sparse_mla.launch(problem, out, lse, device_of(0), tile, parts)
+        error = (out.double() - expected[0]).norm() / expected[0].norm()
+        assert error < TOLERANCE[torch.bfloat16], (tile.name, parts, float(error))
+        torch.testing.assert_close(lse.double(), expected[1], rtol=0, atol=LSE_TOLERANCE)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_a_cache_beyond_4_gb(fp8):
     rows = 8_000_000 if fp8 else 4_000_000

@@ -1,14 +1,20 @@
 """Layer 3: tiles and parts from what a device has."""
 
-import pytest
+from types import SimpleNamespace
 
-from glm5lab.attention.compile import device_for
+import pytest
+import torch
+
+from glm5lab.attention import tiles
+from glm5lab.attention.compile import REGISTERS, _compile, device_for
+from glm5lab.attention.sparse_mla_rows import compilations
 from glm5lab.attention.tiles import (
     MAX_PARTS,
     Device,
     merge_tile,
     sparse_mla_parts,
     sparse_mla_tile,
+    sparse_mla_tiles,
 )
 
 
@@ -31,8 +37,54 @@ def test_a_block_s_limit_is_not_the_multiprocessor_s():
     assert sparse_mla_tile(small_blocks, 300, 8, 2, False) == sparse_mla_tile(
         device_for(90), 300, 8, 2, False
     )
-    assert device_for(120).programs(83_968) == 1
+    assert device_for(120).programs(50_176) == 2
+    assert device_for(120).programs(50_177) == 1  # each block gives up 1024 bytes
     assert device_for(120).programs(1 << 20) == 1  # what does not fit is refused where it compiles
+
+
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    [
+        (90, ["w8 s2", "8x64 w8 s2", "w4 s3", "8x64 w8 s2", "8x64 w4 s2"]),
+        (80, ["w8 s2", "w4 s2", "w4 s2", "w4 s2", "w4 s2"]),
+        (120, ["w8 s2", "w4 s2", "w4 s2", "w4 s2", "w4 s2"]),
+    ],
+)
+def test_tiles_of_eight_heads(capability, names):
+    device = device_for(capability)
+    chosen = [sparse_mla_tile(device, n, 8, 2, False).name for n in (3, 4, 8, 32, 128)]
+    assert chosen == [name if "x" in name else f"8x32 {name}" for name in names]
+
+
+def test_a_device_is_asked_what_it_has(monkeypatch):
+    def device(override="", **properties):
+        given = SimpleNamespace(major=9, minor=0, multi_processor_count=7, **properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: given)
+        tiles._device.cache_clear()
+        return tiles._device(0, override)
+
+    block, total = {"shared_memory_per_block_optin": 9}, {"shared_memory_per_multiprocessor": 99}
+    assert device(**block, **total) == Device(90, 7, 9, 99)
+    assert device(**block) == Device(90, 7, 9)
+    assert device(**total) == Device(90, 7, 232_448, 99)
+    assert device("sm120", **block, **total) == Device(120, 7, 101_376)
+    tiles._device.cache_clear()
+
+
+def test_two_programs_have_the_registers(monkeypatch, tmp_path):
+    """Where a tile is chosen since two of its programs fit a multiprocessor, for Hopper."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    device = device_for(90)
+    pairs = [t.name for t in sparse_mla_tiles(device, 2) if t.together == 2]
+    assert len(pairs) == 3
+    forms = {
+        f"sparse_mla {name} rope 64 split{pages}" for name in pairs for pages in ("", " pages")
+    }
+    listed = [c for c in compilations(device) if c.name in forms]
+    assert len(listed) == len(forms)
+    for compilation in listed:
+        result = _compile(("glm5lab.attention.sparse_mla_rows", 90, compilation))
+        assert 0 < 2 * result.registers * result.threads <= REGISTERS, result
 
 
 def test_where_one_program_fits_there_are_half_as_many_parts():
@@ -46,3 +98,5 @@ def test_the_merge_has_room_for_every_number_of_parts():
     assert [merge_tile(parts)[0] for parts in (2, 8, 9, 16, 17, 32, 33, MAX_PARTS)] == [
         *(8, 8, 16, 16, 32, 32, 64, 64)
     ]
+    with pytest.raises(ValueError, match="parts: expected at most 64, got 65"):
+        merge_tile(65)

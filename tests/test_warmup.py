@@ -2,6 +2,7 @@
 
 import pytest
 
+from glm5lab.attention.compile import device_for
 from glm5lab.attention.tiles import Device, merge_tile, sparse_mla_parts, sparse_mla_tile
 from glm5lab.attention.topk import choose_cut
 from glm5lab.vllm_plugin.warmup import MOST_TOKENS, token_counts, top_k_shapes
@@ -15,20 +16,22 @@ def forms(device, tokens, heads, fp8):
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 120])
-@pytest.mark.parametrize("heads", [4, 8, 16, 64, 128])
+@pytest.mark.parametrize("heads", [4, 8, 16, 24, 32, 64, 96, 128])
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8_ds_mla"])
 def test_every_form_of_a_batch_is_warmed_up(capability, heads, fp8):
-    shared = {80: 166_912, 90: 232_448}.get(capability, 101_376)
-    device = Device(capability, 132, shared)
     counts = [*range(1, 1200), 4096, 32768]
-    served = set[object]().union(*(forms(device, n, heads, fp8) for n in counts))
-    warm = token_counts(MOST_TOKENS)
-    assert served == set[object]().union(*(forms(device, n, heads, fp8) for n in warm))
+    for multiprocessors in (24, 46, 48, 50, 72, 84, 108, 114, 132, 148, 170, 188):
+        device = Device(capability, multiprocessors, device_for(capability).shared_memory)
+        served = set[object]().union(*(forms(device, n, heads, fp8) for n in counts))
+        warm = token_counts(MOST_TOKENS)
+        reached = set[object]().union(*(forms(device, n, heads, fp8) for n in warm))
+        assert served == reached, multiprocessors
 
 
 def test_counts_end_at_the_largest_batch():
     assert list(token_counts(1)) == [1]
-    assert list(token_counts(6)) == [1, 2, 4, 6]
+    assert list(token_counts(6)) == [1, 2, 3, 4, 6]
+    assert list(token_counts(8)) == [1, 2, 3, 4, 7, 8]
 
 
 @pytest.mark.parametrize("longest", [100, 4096, 40_000, 131_072, 1 << 20])

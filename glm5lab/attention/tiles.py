@@ -21,7 +21,7 @@ class Device:
         multiprocessors: how many there are.
         shared_memory: bytes that one block may use.
         multiprocessor_memory: bytes that all blocks of a multiprocessor share; None where they are
-            what one block may use and its reserve, as on each GPU so far.
+            what one block may use and its reserve, as on each GPU from SM80.
     """
 
     capability: int
@@ -40,7 +40,7 @@ class Device:
         return self.capability >= 89
 
     def programs(self, shared_memory: int) -> int:
-        """How many programs that need so many bytes a multiprocessor holds, at least 1."""
+        """How many programs a multiprocessor has the shared memory for, at least 1."""
         total = self.multiprocessor_memory or self.shared_memory + RESERVED
         return max(total // (shared_memory + RESERVED), 1)
 
@@ -93,7 +93,7 @@ class Tile:
         rows: cached rows a step.
         warps, stages: as Triton names them.
         shared_memory: bytes that it needs (compiled for sm_90; others need no more).
-        max_registers: cap a thread, where more programs at once are worth the spills; else None.
+        max_registers: cap a thread, None for none.
         hopper: the form of `sparse_mla_hopper`: warps that gather come in addition, and its one
             program fills a multiprocessor.
         only: the one capability for which it compiles to that; None for all.
@@ -139,8 +139,10 @@ _ROWS_16_BIT = {
         (32, Tile(8, 64, 8, 2, 83_968, together=2)),
         (8, Tile(8, 32, 4, 3, 83_456, together=2)),
         (4, Tile(8, 64, 8, 2, 83_968, together=2)),
-        # Where a multiprocessor has 100 KiB: 162 us at 256 tokens; a larger tile, alone there, 199.
+        # Where one of those would fill a multiprocessor. As sm_120 code, within SM120's 100 KiB,
+        # 162 us at 256 tokens; 8x64, alone there, 199 (sparse_mla_sm120.json). On SM80, untimed.
         (4, Tile(8, 32, 4, 2, 46_592)),
+        # Up to three tokens, everywhere.
         (0, Tile(8, 32, 8, 2, 46_592)),
     ),
     16: ((0, Tile(16, 32, 4, 2, 56_320)),),
@@ -153,7 +155,8 @@ _ROWS_16_BIT = {
 }
 _ROWS_32_BIT = Tile(16, 16, 4, 1, 73_728)
 # fp8_ds_mla rows, by heads. Held to 168 registers a thread, a third program of eight heads fits a
-# multiprocessor: 2 % faster at 1024 tokens, but 30 % slower at 64 (sparse_mla_sm120.json).
+# multiprocessor of 228 KiB: as sm_120 code 3 % faster at 1024 tokens, 30 % slower at 64
+# (sparse_mla_sm120.json). Triton 3.6 gained 10 % at 1024 (sparse_mla_tiles.json).
 _ROWS_FP8 = {8: Tile(8, 32, 4, 1, 45_056), 16: Tile(16, 32, 4, 1, 55_296)}
 # The forms for Hopper, by heads. 64 heads: 11, 16 and 27 us at 1, 4 and 16 tokens against 12, 21
 # and 37, 745 against 1307 at 1024 (sparse_mla_64_heads_designs.json). More than 16 heads over
@@ -166,13 +169,13 @@ _HOPPER_FP8 = {
 }
 _INTERPRETED = Tile(16, 32, 1, 1, 0)
 # The merge: (parts that it has room for, columns a program, warps). With few columns a program, one
-# token's 64 parts spread over the card: 5.9 us with both kernels, 7.6 with 256 and 4 warps
+# token's 64 parts spread over the card: 5.8 us with both kernels, 7.7 with 256 and 4 warps
 # (sparse_mla_8_heads.json). Few capacities, so that another number of parts compiles nothing.
 MERGE_TILES = ((8, 256, 4), (16, 256, 2), (32, 64, 1), (64, 32, 1))
 MAX_PARTS = MERGE_TILES[-1][0]
 # Shared rows: (token, head) pairs a program. Two programs of 32 pairs a multiprocessor beat one of
 # 64 on Hopper (1.31 against 1.55 ms for 4096 tokens), since they overlap products and softmax.
-_SHARED_ROWS = (Tile(32, 64, 4, 2, 114_688), Tile(32, 32, 4, 2, 75_776))
+_SHARED_ROWS = (Tile(32, 64, 4, 2, 114_688, together=2), Tile(32, 32, 4, 2, 75_776))
 
 
 def sparse_mla_tile(
@@ -218,9 +221,8 @@ def sparse_mla_tiles(device: Device, itemsize: int, fp8: bool = False) -> list[T
 def sparse_mla_parts(device: Device, tile: Tile, tokens: int, heads: int, top_k: int) -> int:
     """How many programs share a token's list: a power of two that fills the multiprocessors.
 
-    Two programs each, where so many fit; one in the forms for Hopper. The results of 64 heads take
-    long to merge: of several tokens a program there takes two blocks at least (4 tokens: 16 us, 19
-    with one).
+    Two programs each, where so many fit. The results of 64 heads take long to merge: of several
+    tokens a program there takes two blocks at least (4 tokens: 16 us, 19 with one).
     """
     programs = tokens * -(-heads // tile.heads)
     places = device.multiprocessors * min(device.programs(tile.shared_memory), 2)
@@ -232,8 +234,15 @@ def sparse_mla_parts(device: Device, tile: Tile, tokens: int, heads: int, top_k:
 
 
 def merge_tile(parts: int) -> tuple[int, int, int]:
-    """The row of `MERGE_TILES` for a number of parts, at most MAX_PARTS."""
-    return next(tile for tile in MERGE_TILES if parts <= tile[0])
+    """The row of `MERGE_TILES` for a number of parts.
+
+    Raises:
+        ValueError: there are more than MAX_PARTS.
+    """
+    for tile in MERGE_TILES:
+        if parts <= tile[0]:
+            return tile
+    raise ValueError(f"parts: expected at most {MAX_PARTS}, got {parts}")
 
 
 def shared_rows_tile(device: Device, heads: int, itemsize: int) -> Tile:
@@ -242,5 +251,4 @@ def shared_rows_tile(device: Device, heads: int, itemsize: int) -> Tile:
         return _INTERPRETED
     if itemsize == 4:
         return _ROWS_32_BIT
-    fitting = (t for t in _SHARED_ROWS if t.shared_memory <= device.shared_memory)
-    return next(fitting, _SHARED_ROWS[-1])
+    return next((tile for tile in _SHARED_ROWS if tile.suits(device)), _SHARED_ROWS[-1])

@@ -44,7 +44,10 @@ def ours(s: Sparse) -> Callable[[int], Any]:
 
 
 def within(s: Sparse) -> Callable[[int], Any]:
-    """The kernel of `sparse_mla`, whose tile fits the 101,376 bytes of shared memory of SM120."""
+    """The kernel of `sparse_mla` with tiles within the 101,376 bytes that a block of SM120 may use.
+
+    A multiprocessor holds as many of them as it does; SM120's has room for fewer.
+    """
     small = replace(device_of(torch.cuda.current_device()), shared_memory=shared_memory_of(120))
 
     def call(i: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,12 +41,15 @@ def warm_up(vllm_config: Any) -> None:
 
 
 def token_counts(most: int) -> Iterator[int]:
-    """Powers of two up to `most`, and `most`: tiles and parts change at powers of two only."""
-    tokens = 1
-    while tokens < most:
-        yield tokens
-        tokens *= 2
-    yield most
+    """Both ends of each span from a power of two to the next, up to `most`.
+
+    Tiles change at powers of two, and within a span parts halve at most once.
+    """
+    first = 1
+    while first <= most:
+        last = min(2 * first - 1, most)
+        yield from sorted({first, last})
+        first *= 2
 
 
 def attend(layer: Any, most: int) -> None:
