@@ -27,13 +27,14 @@ def test_sparse_mla(capability, fp8, heads):
         sparse_mla.sparse_mla(form_of_q(q), kv, indices, 0.06, lengths)
 
     # Tokens: every tile, every capacity of the merge, and no parts.
-    every_tile = (1, 2, 4, 8, 12, 20, 40, 130, 300)
+    every_tile = (1, 2, 4, 8, 12, 20, 40, 64, 130, 300)
     with forms_on(capability) as forms:
         assert new_forms(forms, run, 1, 2048, 96)
         for tokens in every_tile:
             run(tokens, 2048, 96)
         for case in (
             *((2, 2048, 300), (3, 512, 96), (17, 2047, 97), (50, 1024, 3000), (280, 2048, 300)),
+            (99, 2048, 300),
         ):
             assert new_forms(forms, run, *case) == {}, case
         for tokens in every_tile:
@@ -52,9 +53,9 @@ def test_pages_looked_up():
         sparse_mla.sparse_mla(q, kv, indices, 0.06, lengths, table=table)
 
     with forms_on(90) as forms:
-        for tokens in (1, 4, 8, 12, 40, 130, 300):
+        for tokens in (1, 4, 8, 12, 40, 64, 130, 300):
             run(tokens, 16)
-        for case in ((2, 16), (17, 16), (33, 1), (50, 5), (200, 2048), (9, 16, 1)):
+        for case in ((2, 16), (17, 16), (33, 1), (50, 5), (200, 2048), (9, 16, 1), (99, 16)):
             assert new_forms(forms, run, *case) == {}, case
 
 

@@ -187,7 +187,7 @@ compile_figure(compiled).show(renderer="plotly_mimetype")
 #
 # GLM-5 on eight GPUs leaves 8 heads a GPU, which native kernels pad to 64. Every peer that the machine has, in one run; one input of
 # each case was checked there; places are drawn from two million rows, none twice. Microseconds a call; the floor is the bytes of those
-# rows over the rate of a copy kernel; in 99 KiB: with tiles that fit the shared memory of SM120.
+# rows over the rate of a copy kernel; in 99 KiB: with tiles that fit a block of SM120.
 
 # %% tags=["nbval-check-output"]
 from glm5lab.views.kernel_charts import speed_figure, speed_text
