@@ -42,6 +42,7 @@ def looked_up(device):
 def attention(device):
     """Whole and split lists, both row formats, few and many heads, shared rows."""
     sizes = [(2, 8, 64, 200, 16), (9, 64, 0, 90, 7), (17, 64, 64, 90, 7), (130, 8, 64, 3, 0)]
+    sizes += [(64, 8, 64, 90, 7)]  # three programs a multiprocessor
     # 16, 32 and 64 parts; 16 heads; 64 of a token alone, whose list is split.
     sizes += [(1, 8, 64, top_k, 16) for top_k in (512, 1024, 2048)]
     sizes += [(2, 16, 0, 40, 16), (1, 64, 0, 200, 16)]

@@ -11,7 +11,9 @@ from glm5lab.vllm_plugin.warmup import MOST_TOKENS, token_counts, top_k_shapes
 def forms(device, tokens, heads, fp8):
     """The compiled kernels of a batch: attention by its tile, split or not, and the merge."""
     tile = sparse_mla_tile(device, tokens, heads, 2, fp8, True)
-    parts = sparse_mla_parts(device, tile, tokens, heads, 2048)
+    wanted = sparse_mla_parts(device, tile, tokens, heads, 2048)
+    blocks = 2048 // tile.rows
+    parts = -(-blocks // -(-blocks // wanted))  # as `launch` cuts a list
     return {(tile, parts > 1)} | ({("merge", merge_tile(parts))} if parts > 1 else set())
 
 

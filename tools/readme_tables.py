@@ -69,7 +69,11 @@ def _as_sm120() -> str:
         if not CASE.match(row["case"]) and row["name"] != f"{OURS} in 99 KiB"
     )
     table = markdown(("8 heads: tokens", "bf16 rows", "fp8_ds_mla rows"), lines)
-    return f"{link('kernels_sm120')}.\n\n{table}\n\n{others}."
+    note = (
+        "Tiles and parts are those of SM120, whose multiprocessor holds two programs in 100 KiB; "
+        "as many run at once as an H200 holds. This says nothing of the speed of an SM120 GPU."
+    )
+    return f"{link('kernels_sm120')}. {note}\n\n{table}\n\n{others}."
 
 
 def other_kernels() -> str:

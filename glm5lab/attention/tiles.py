@@ -121,8 +121,8 @@ class Tile:
 
     @property
     def name(self) -> str:
-        """For reports: heads x rows, warps, stages."""
-        form = " hopper" if self.hopper else ""
+        """For reports: heads x rows, warps, stages; registers, where they are limited."""
+        form = " hopper" if self.hopper else f" r{limit}" if (limit := self.max_registers) else ""
         return f"{self.heads}x{self.rows} w{self.warps} s{self.stages}{form}"
 
     @property
@@ -136,7 +136,8 @@ class Tile:
 _ROWS_16_BIT = {
     8: (
         (128, Tile(8, 64, 4, 2, 83_968, together=2)),
-        # 64 tokens in six parts: 47.8 us; in four, with the next tile, 48.5.
+        # 64 tokens in six parts: 47.8 us; in four, with the next tile, 48.5. 65 to 127 were not
+        # timed: they fill three quarters of the places or more, where that tile fills half at 67.
         (64, Tile(8, 32, 4, 2, 46_592, 168, together=3, only=90)),
         (32, Tile(8, 64, 8, 2, 83_968, together=2)),
         (8, Tile(8, 32, 4, 3, 83_456, together=2)),
@@ -225,8 +226,8 @@ def sparse_mla_parts(device: Device, tile: Tile, tokens: int, heads: int, top_k:
 
     Two programs each, where so many fit, and parts a power of two, so that they end together; three
     programs, and any number of parts, for a tile of which three fit. The results of 64 heads take
-    long to merge: of several tokens a program there takes two blocks at least (4 tokens: 16 us, 19
-    with one).
+    long to merge: of several tokens a program there takes two blocks at least (4 tokens, with an
+    earlier merge: 16 us, 19 with one).
     """
     programs = tokens * -(-heads // tile.heads)
     places = device.multiprocessors * min(

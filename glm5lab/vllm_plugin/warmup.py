@@ -43,7 +43,8 @@ def warm_up(vllm_config: Any) -> None:
 def token_counts(most: int) -> Iterator[int]:
     """Both ends of each span from a power of two to the next, up to `most`.
 
-    Tiles change at powers of two, and within a span parts halve at most once.
+    Tiles change at powers of two. Within a span a list goes at most once to the next smaller
+    capacity of the merge, or from split to whole.
     """
     first = 1
     while first <= most:

@@ -213,7 +213,7 @@ print(speed_text(measured, "bf16", 64))
 
 # %% [markdown]
 # All measured calls against the memory's rate (dots of one group are moved apart sideways). A dot on the line reads its rows as fast
-# as a copy kernel copies. With 8 heads few operations come to each byte, so that is the limit; with 64 there are eight times as many.
+# as a copy kernel copies. With 8 heads over bf16 rows few operations come to each byte, so that is the limit; with 64 there are eight times as many.
 
 # %% tags=["figure"]
 from glm5lab.views.roofline import roofline_figure
