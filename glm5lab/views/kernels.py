@@ -7,7 +7,7 @@ from collections.abc import Callable
 from glm5lab.attention.compile import ARCHITECTURES, Resources, as_dict, compile_all
 from glm5lab.errors import InputError
 
-NAME_WIDTH = 53  # of the longest configuration's name
+NAME_WIDTH = 54  # of the longest configuration's name
 
 
 def parse_architectures(text: str) -> list[int]:
