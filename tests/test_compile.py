@@ -2,6 +2,7 @@
 
 import json
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,8 @@ from glm5lab.attention import compile as aot
 from glm5lab.attention.tiles import shared_rows_tile, sparse_mla_tile
 from glm5lab.errors import InputError
 from glm5lab.views.kernels import NAME_WIDTH, parse_architectures, run_compile
+
+DATA = Path(__file__).parents[1] / "data" / "measurements"
 
 
 def first_of(module, monkeypatch):
@@ -37,12 +40,15 @@ def test_too_much_shared_memory_is_noticed(monkeypatch):
     fits = aot.Resources("k", "sm_120", 101_376, 101_376, 100, 0, 0.1)
     too_much = aot.Resources("k", "sm_120", 101_377, 101_376, 100, 0, 0.1)
     broken = aot.Resources("k", "sm_120", 0, 101_376, 0, 0, 0.1, "ptxas failed")
-    monkeypatch.setattr("glm5lab.views.kernels.compile_all", lambda *_: [fits, too_much, broken])
+    understated = aot.Resources("k", "sm_120", 40_001, 101_376, 100, 0, 0.1, declared=40_000)
+    all_of_them = [fits, too_much, broken, understated]
+    monkeypatch.setattr("glm5lab.views.kernels.compile_all", lambda *_: all_of_them)
     lines: list[str] = []
     assert not run_compile("sm_120", False, lines.append)
     assert "exceeds the device" in lines[1]
     assert "does not compile: ptxas failed" in lines[2]
-    assert lines[-1] == "3 configurations, 2 that do not fit their device"
+    assert lines[3].endswith("exceeds the 40000 bytes that its tile states")
+    assert lines[-1] == "4 configurations, 3 that do not fit their device"
 
 
 def test_too_many_registers_are_noticed():
@@ -72,6 +78,32 @@ def test_the_tile_of_64_heads_needs_no_more_than_it_declares(capability, monkeyp
     resources = aot._compile((module, capability, found))
     assert resources.fits, resources
     assert resources.shared_memory <= tile.shared_memory
+
+
+def test_one_form_of_every_tile_needs_no_more_than_it_declares(monkeypatch, tmp_path):
+    """Of those for SM120; `glm5lab compile` compares all."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    device = aot.device_for(120)
+    first: dict[object, tuple[str, int, aot.Compilation]] = {}
+    for module in aot.MODULES:
+        for c in aot._compilations(module, device):
+            if c.declared is not None and "pages of" not in c.name:
+                rows = c.constants.get("BLOCK_H"), c.constants["BLOCK_K"]
+                tile = (c.kernel, c.types["q_ptr"], c.declared, c.warps, rows)
+                first.setdefault(tile, (module, 120, c))
+    assert len(first) >= 8
+    for work in first.values():
+        resources = aot._compile(work)
+        assert resources.fits, resources
+        stated = work[2].declared or 0
+        assert 0.85 * stated < resources.shared_memory, resources  # nor much less
+
+
+def test_the_stored_table_has_what_is_compiled_for_sm_120():
+    stored = json.loads((DATA / "compile_sm120.json").read_text())["kernels"]
+    device = aot.device_for(120)
+    names = [c.name for m in aot.MODULES for c in aot._compilations(m, device)]
+    assert [row["kernel"] for row in stored] == names
 
 
 # Names of configurations, and bytes of a query's element.

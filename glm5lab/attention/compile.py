@@ -50,6 +50,7 @@ class Compilation:
         constants: values of the constexpr arguments.
         warps: warps a program.
         options: further compile options.
+        declared: bytes of shared memory that its tile states; None for a kernel without tiles.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Compilation:
     constants: dict[str, Any]
     warps: int = 4
     options: dict[str, Any] = field(default_factory=dict)
+    declared: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Resources:
         error: the compiler's last line; "" where it compiled.
         threads: a program, with those of Gluon's further partitions.
         cached: Triton's cache had it, so that nothing was compiled.
+        declared: bytes of shared memory that its tile states, by which it is chosen; None for none.
     """
 
     kernel: str
@@ -86,12 +89,21 @@ class Resources:
     error: str = ""
     threads: int = 32
     cached: bool = False
+    declared: int | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether it compiled and the device has the shared memory and the registers."""
+        """Whether it compiled and the device has the shared memory and the registers.
+
+        And whether its tile states at least the shared memory that it takes.
+        """
         fits = self.shared_memory <= self.limit and self.registers * self.threads <= REGISTERS
-        return not self.error and fits
+        return not self.error and fits and not self.understated
+
+    @property
+    def understated(self) -> bool:
+        """Whether it takes more shared memory than its tile states."""
+        return self.declared is not None and self.shared_memory > self.declared
 
 
 def device_for(capability: int) -> Device:
@@ -147,6 +159,7 @@ def _compile(work: tuple[str, int, Compilation]) -> Resources:
         *(c.name, f"sm_{capability}", shared, limit, registers, spilled, seconds),
         threads=threads,
         cached=cached,
+        declared=c.declared,
     )
 
 

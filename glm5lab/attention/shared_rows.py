@@ -254,5 +254,6 @@ def compilations(device: Device) -> list[Compilation]:
             types |= {"lse_ptr": "*fp32", "scale_log2": "fp32"}
             name = f"shared rows {dtype} {tile.name} rope {rope} by {group}"
             kernel = "_attend_shared_kernel"
-            found.append(Compilation(name, kernel, types, constants, tile.warps, tile.options))
+            launch = (tile.warps, tile.options, tile.shared_memory)
+            found.append(Compilation(name, kernel, types, constants, *launch))
     return found

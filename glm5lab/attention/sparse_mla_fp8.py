@@ -256,7 +256,8 @@ def compilations(device: Device) -> list[Compilation]:
             name = f"sparse_mla fp8 {tile.name} {'split' if split else 'whole'}"
             found.append(
                 Compilation(
-                    name, "_attend_fp8_kernel", types | out, constants, tile.warps, tile.options
+                    *(name, "_attend_fp8_kernel", types | out, constants, tile.warps, tile.options),
+                    declared=tile.shared_memory,
                 )
             )
     return found

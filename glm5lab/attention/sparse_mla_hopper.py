@@ -333,7 +333,8 @@ def compilations(device: Device) -> list[Compilation]:
             name = f"sparse_mla {tile.name} rope {rope} {'split' if split else 'whole'}"
             found.append(
                 Compilation(
-                    name, "_attend_64_kernel", types | out, constants, tile.warps, tile.options
+                    *(name, "_attend_64_kernel", types | out, constants, tile.warps, tile.options),
+                    declared=tile.shared_memory,
                 )
             )
     return found

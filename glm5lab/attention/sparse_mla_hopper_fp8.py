@@ -278,6 +278,7 @@ def compilations(device: Device) -> list[Compilation]:
                     constants,
                     tile.warps,
                     tile.options,
+                    tile.shared_memory,
                 )
             )
     return found

@@ -31,6 +31,8 @@ def line(r: Resources) -> str:
     if r.error:
         return f"{r.architecture:7} {r.kernel:{NAME_WIDTH}} does not compile: {r.error}"
     mark = "" if r.fits else "  exceeds the device"
+    if r.understated:
+        mark = f"  exceeds the {r.declared} bytes that its tile states"
     took = "cached" if r.cached else f"{r.seconds:4.1f} s"
     return (
         f"{r.architecture:7} {r.kernel:{NAME_WIDTH}} {r.shared_memory:6} of {r.limit:6} bytes, "
