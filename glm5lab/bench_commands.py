@@ -1,6 +1,5 @@
 """`glm5lab bench`: measurements, each beside the tool that people use otherwise."""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -47,14 +46,18 @@ def kernels(
     out: JsonOut = None,
     arch: Annotated[
         str | None,
-        typer.Option(metavar="SM", help="Our kernels alone, compiled as for sm120, say."),
+        typer.Option(metavar="SM", help="Our kernels alone, compiled as for sm_120, say."),
     ] = None,
 ) -> None:
     """Layer 3: sparse MLA, indexer and top-k beside every peer on this GPU."""
     from glm5lab.kernel_bench.report import run
+    from glm5lab.views.kernels import parse_architectures
 
-    if arch and not re.fullmatch(r"sm\d{2,3}", arch):
-        raise InputError("--arch", f"{arch!r} is no architecture", "give one such as sm120")
+    if arch:
+        wanted = parse_architectures(arch)
+        if len(wanted) > 1:
+            raise InputError("--arch", f"{arch!r} names several", "give one")
+        arch = f"sm{wanted[0]}"
     if not run(out, typer.echo, arch):
         raise CheckError("a kernel of ours did not run or was wrong; see above")
 

@@ -416,6 +416,8 @@ def test_other_tokens_lengths_and_capacities_compile_nothing_new(fp8):
         ({"out": torch.zeros(2, 4, 100)}, "out:"),
         ({"kv": torch.zeros(9, 640, dtype=torch.uint8)}, "kv: expected fp8_ds_mla rows of 656"),
         ({"indices": torch.full((2, 4), 9, dtype=torch.int32)}, r"indices\[0, 0\] is 9"),
+        ({"check": "no"}, "check: expected True or False, got str 'no'"),
+        ({"kv": torch.zeros(576, 9).T}, r"kv: expected a contiguous .* got strides \(1, 9\)"),
     ],
 )
 def test_wrong_arguments_are_named(change, name):

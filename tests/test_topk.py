@@ -269,6 +269,8 @@ def test_a_list_too_short_is_named():
 
     with pytest.raises(ValueError, match="cut: expected a capacity of at least 516, got 512"):
         top_k(torch.zeros(1, 600), 129, cut=Cut(512, 128))
+    with pytest.raises(ValueError, match="cut: expected a Cut or None, got str 'x'"):
+        top_k(torch.zeros(1, 600), 129, cut="x")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -279,6 +281,8 @@ def test_a_list_too_short_is_named():
         ((512, 128, 8, 3), "chunk: expected a power of two, got 3"),
         ((512, 128, 8, 256), "chunk: expected at most sample, 128, got 256"),
         ((4, 4), "capacity: expected at least 8, got 4"),
+        ((512.0, 128), "capacity: expected an integer, got float 512.0"),
+        ((512, 128, "a"), "surplus: expected an integer, got str 'a'"),
     ],
 )
 def test_sizes_of_a_cut_are_checked(sizes, message):

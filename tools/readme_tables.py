@@ -70,8 +70,9 @@ def _as_sm120() -> str:
     )
     table = markdown(("8 heads: tokens", "bf16 rows", "fp8_ds_mla rows"), lines)
     note = (
-        "Tiles and parts are those of SM120, whose multiprocessor holds two programs in 100 KiB; "
-        "as many run at once as an H200 holds. This says nothing of the speed of an SM120 GPU."
+        "Tiles and parts are those of SM120, whose multiprocessor holds two programs in 100 KiB, "
+        "with the H200's 132 multiprocessors; as many run at once as an H200 holds. This says "
+        "nothing of the speed of an SM120 GPU."
     )
     return f"{link('kernels_sm120')}. {note}\n\n{table}\n\n{others}."
 

@@ -207,4 +207,6 @@ def _check_dtypes(q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor | None) -
     elif kv.dtype != q.dtype:
         raise ValueError(f"kv: expected {q.dtype} (the dtype of q) or uint8, got {kv.dtype}")
     if out is not None and out.stride(-1) != 1:
-        raise ValueError("out: the last dimension must be contiguous")
+        raise ValueError(
+            f"out: expected a contiguous last dimension, got strides {tuple(out.stride())}"
+        )

@@ -46,6 +46,8 @@ def check_sparse_mla_arguments(
     check_tensors(optional=True, lengths=lengths, out=out)
     # A tensor would be read from the device, or be part of a kernel's addresses.
     check_finite("scale", scale)
+    if not isinstance(check, bool):
+        raise ValueError(f"check: expected True or False, got {shown(check)}")
     check_integer("d_v", d_v)
     width = _query_width(parts, d_v)
     tokens, heads = first.shape[:2]
@@ -109,7 +111,10 @@ def _check_rows(kv: torch.Tensor, dtype: torch.dtype, width: int, d_v: int) -> N
     if kv.dtype not in (dtype, torch.uint8) and not wide:
         raise ValueError(f"kv: expected {dtype} (the dtype of q) or uint8, got {kv.dtype}")
     if kv.stride(-1) != 1:
-        raise ValueError("kv: the last dimension must be contiguous; pass kv.contiguous()")
+        raise ValueError(
+            "kv: expected a contiguous last dimension, got strides "
+            f"{tuple(kv.stride())}; pass kv.contiguous()"
+        )
 
 
 def _check_table(table: Table, tokens: int, kv: torch.Tensor, check: bool) -> None:

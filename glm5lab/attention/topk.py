@@ -25,10 +25,12 @@ import triton
 import triton.language as tl
 
 from glm5lab.attention.arguments import (
+    check_integer,
     check_kernels_run_on,
     check_top_k_arguments,
     int32_bounds,
     on_device_of,
+    shown,
 )
 from glm5lab.attention.compile import Compilation
 from glm5lab.attention.tiles import INTERPRETER, Device, device_of
@@ -101,8 +103,10 @@ class Cut:
     whole: bool = False
 
     def __post_init__(self) -> None:
+        check_integer("surplus", self.surplus)
         for name in ("capacity", "sample", "chunk"):
             value = getattr(self, name)
+            check_integer(name, value)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}: expected a power of two, got {value}")
         if self.chunk > self.sample:
@@ -200,6 +204,8 @@ def top_k(
         raise ValueError(f"logits: expected float32, got {logits.dtype}")
     if k > MAX_K:
         raise ValueError(f"k: expected at most {MAX_K}, got {k}")
+    if not isinstance(cut, Cut | None):
+        raise ValueError(f"cut: expected a Cut or None, got {shown(cut)}")
     if cut is not None and cut.capacity < 4 * k:
         raise ValueError(f"cut: expected a capacity of at least {4 * k}, got {cut.capacity}")
     k = int(k)  # Triton knows no numpy integers
