@@ -2,7 +2,6 @@
 
 import json
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +9,7 @@ from glm5lab.attention import compile as aot
 from glm5lab.attention.tiles import shared_rows_tile, sparse_mla_tile
 from glm5lab.errors import InputError
 from glm5lab.views.kernels import NAME_WIDTH, parse_architectures, run_compile
-
-DATA = Path(__file__).parents[1] / "data" / "measurements"
+from glm5lab.views.measurements import measurements
 
 
 def first_of(module, monkeypatch):
@@ -100,7 +98,7 @@ def test_one_form_of_every_tile_needs_no_more_than_it_declares(monkeypatch, tmp_
 
 
 def test_the_stored_table_has_what_is_compiled_for_sm_120():
-    stored = json.loads((DATA / "compile_sm120.json").read_text())["kernels"]
+    stored = measurements("compile_sm120")["kernels"]
     device = aot.device_for(120)
     names = [c.name for m in aot.MODULES for c in aot._compilations(m, device)]
     assert [row["kernel"] for row in stored] == names

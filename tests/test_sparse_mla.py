@@ -397,9 +397,8 @@ def test_other_tokens_lengths_and_capacities_compile_nothing_new(fp8):
         run(tokens, 2048, 96)
     before = compiled()
     assert before > 0
-    for tokens, top_k, rows in (
-        *((2, 2048, 300), (3, 512, 96), (17, 2047, 97), (50, 1024, 96), (99, 2048, 300)),
-    ):
+    others = [(2, 2048, 300), (3, 512, 96), (17, 2047, 97), (50, 1024, 96), (99, 2048, 300)]
+    for tokens, top_k, rows in others:
         run(tokens, top_k, rows)
     assert compiled() == before
 

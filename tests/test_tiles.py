@@ -104,8 +104,7 @@ def test_where_one_program_fits_there_are_half_as_many_parts():
 
 
 def test_the_merge_has_room_for_every_number_of_parts():
-    assert [merge_tile(parts)[0] for parts in (2, 8, 9, 16, 17, 32, 33, MAX_PARTS)] == [
-        *(8, 8, 16, 16, 32, 32, 64, 64)
-    ]
+    room = {2: 8, 8: 8, 9: 16, 16: 16, 17: 32, 32: 32, 33: 64, MAX_PARTS: 64}
+    assert {parts: merge_tile(parts)[0] for parts in room} == room
     with pytest.raises(ValueError, match="parts: expected at most 64, got 65"):
         merge_tile(65)

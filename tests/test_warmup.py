@@ -3,7 +3,13 @@
 import pytest
 
 from glm5lab.attention.compile import device_for
-from glm5lab.attention.tiles import Device, merge_tile, sparse_mla_parts, sparse_mla_tile
+from glm5lab.attention.tiles import (
+    Device,
+    cut_list,
+    merge_tile,
+    sparse_mla_parts,
+    sparse_mla_tile,
+)
 from glm5lab.attention.topk import choose_cut
 from glm5lab.vllm_plugin.warmup import MOST_TOKENS, token_counts, top_k_shapes
 
@@ -11,9 +17,7 @@ from glm5lab.vllm_plugin.warmup import MOST_TOKENS, token_counts, top_k_shapes
 def forms(device, tokens, heads, fp8):
     """The compiled kernels of a batch: attention by its tile, split or not, and the merge."""
     tile = sparse_mla_tile(device, tokens, heads, 2, fp8, True)
-    wanted = sparse_mla_parts(device, tile, tokens, heads, 2048)
-    blocks = 2048 // tile.rows
-    parts = -(-blocks // -(-blocks // wanted))  # as `launch` cuts a list
+    parts, _ = cut_list(2048, tile.rows, sparse_mla_parts(device, tile, tokens, heads, 2048))
     return {(tile, parts > 1)} | ({("merge", merge_tile(parts))} if parts > 1 else set())
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from glm5lab.attention.tiles import Device, shared_memory_of
+from glm5lab.attention.tiles import Device, Tile, shared_memory_of
 from glm5lab.errors import Glm5labError
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120, 121)
@@ -60,6 +60,13 @@ class Compilation:
     warps: int = 4
     options: dict[str, Any] = field(default_factory=dict)
     declared: int | None = None
+
+    @classmethod
+    def of_tile(
+        cls, tile: Tile, name: str, kernel: str, types: dict[str, str], constants: dict[str, Any]
+    ) -> "Compilation":
+        """With the warps, the options and the bytes that a tile states."""
+        return cls(name, kernel, types, constants, tile.warps, tile.options, tile.shared_memory)
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,5 @@ def compilations(device: Device) -> list[Compilation]:
             types |= {"lse_ptr": "*fp32", "scale_log2": "fp32"}
             name = f"shared rows {dtype} {tile.name} rope {rope} by {group}"
             kernel = "_attend_shared_kernel"
-            launch = (tile.warps, tile.options, tile.shared_memory)
-            found.append(Compilation(name, kernel, types, constants, *launch))
+            found.append(Compilation.of_tile(tile, name, kernel, types, constants))
     return found

@@ -10,7 +10,6 @@ TRITON_INTERPRET=1.
 from collections.abc import Callable
 
 import torch
-import triton
 
 from glm5lab.attention import triton_interpreted
 from glm5lab.attention.arguments import check_kernels_run_on, on_device_of
@@ -23,6 +22,7 @@ from glm5lab.attention.tiles import (
     INTERPRETER,
     Device,
     Tile,
+    cut_list,
     device_of,
     sparse_mla_parts,
     sparse_mla_tile,
@@ -167,9 +167,7 @@ def launch(
     """
     attend = _form(problem, tile)
     problem = problem if attend is attend_rows else problem.whole.in_slots
-    blocks = triton.cdiv(max(problem.top_k, 1), tile.rows)
-    places = triton.cdiv(blocks, parts) * tile.rows
-    parts = triton.cdiv(blocks * tile.rows, places)
+    parts, places = cut_list(problem.top_k, tile.rows, parts)
     if parts == 1:
         strides = (out.stride(0), 0, out.stride(1))
         attend(problem, Parts(out, lse, strides, 1, places, False), tile)

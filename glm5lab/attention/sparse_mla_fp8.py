@@ -254,10 +254,6 @@ def compilations(device: Device) -> list[Compilation]:
             }
             out = {"out_ptr": "*fp32" if split else "*bf16", "scale_log2": "fp32"}
             name = f"sparse_mla fp8 {tile.name} {'split' if split else 'whole'}"
-            found.append(
-                Compilation(
-                    *(name, "_attend_fp8_kernel", types | out, constants, tile.warps, tile.options),
-                    declared=tile.shared_memory,
-                )
-            )
+            kernel = "_attend_fp8_kernel"
+            found.append(Compilation.of_tile(tile, name, kernel, types | out, constants))
     return found

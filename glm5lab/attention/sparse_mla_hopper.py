@@ -331,10 +331,6 @@ def compilations(device: Device) -> list[Compilation]:
             }
             out = {"out_ptr": "*fp32" if split else "*bf16"}
             name = f"sparse_mla {tile.name} rope {rope} {'split' if split else 'whole'}"
-            found.append(
-                Compilation(
-                    *(name, "_attend_64_kernel", types | out, constants, tile.warps, tile.options),
-                    declared=tile.shared_memory,
-                )
-            )
+            kernel = "_attend_64_kernel"
+            found.append(Compilation.of_tile(tile, name, kernel, types | out, constants))
     return found

@@ -278,6 +278,4 @@ def _compilation(
         "SCAN": max(places, 1),
         "DOT_FP32": dtype == "fp32",
     }
-    return Compilation(
-        *(name, "_attend_kernel", types, constants, tile.warps, tile.options, tile.shared_memory)
-    )
+    return Compilation.of_tile(tile, name, "_attend_kernel", types, constants)

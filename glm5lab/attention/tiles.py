@@ -6,6 +6,7 @@ sparse_mla_8_heads.json for eight heads over 16-bit rows, sparse_mla_sm120.json 
 of 100 KiB.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -199,15 +200,13 @@ def sparse_mla_tile(
     width = 8 if heads <= 8 else 16 if heads <= 16 else 64
     forms = _HOPPER_FP8 if fp8 else _HOPPER_16_BIT if itemsize == 2 else {}
     form = forms.get(width) if device.capability == 90 and whole_chunks else None
-    if form is not None and form.shared_memory <= device.shared_memory:
+    if form is not None and form.suits(device):
         return form
     if fp8:
         return _ROWS_FP8[8 if heads <= 8 else 16]
     if itemsize == 4:
         return _ROWS_32_BIT
-    rows = _ROWS_16_BIT[width]
-    fitting = (tile for least, tile in rows if tokens >= least and tile.suits(device))
-    return next(fitting, rows[-1][1])
+    return _first_that_suits(device, [t for least, t in _ROWS_16_BIT[width] if tokens >= least])
 
 
 def sparse_mla_tiles(device: Device, itemsize: int, fp8: bool = False) -> list[Tile]:
@@ -240,6 +239,19 @@ def sparse_mla_parts(device: Device, tile: Tile, tokens: int, heads: int, top_k:
     return parts if tile.together > 2 else 1 << parts.bit_length() - 1
 
 
+def cut_list(top_k: int, rows: int, parts: int) -> tuple[int, int]:
+    """How a list is cut among at most so many programs: parts, none of them empty, and places each.
+
+    Args:
+        top_k: places of the list; one without any is one part.
+        rows: of a tile: each part but the last has whole blocks of them.
+        parts: programs that may share it.
+    """
+    blocks = -(-max(top_k, 1) // rows)
+    each = -(-blocks // parts)
+    return -(-blocks // each), each * rows
+
+
 def merge_tile(parts: int) -> tuple[int, int, int]:
     """The row of `MERGE_TILES` for a number of parts.
 
@@ -258,4 +270,9 @@ def shared_rows_tile(device: Device, heads: int, itemsize: int) -> Tile:
         return _INTERPRETED
     if itemsize == 4:
         return _ROWS_32_BIT
-    return next((tile for tile in _SHARED_ROWS if tile.suits(device)), _SHARED_ROWS[-1])
+    return _first_that_suits(device, _SHARED_ROWS)
+
+
+def _first_that_suits(device: Device, tiles: Sequence[Tile]) -> Tile:
+    """The first of some tiles that suits a device, or the last."""
+    return next((tile for tile in tiles if tile.suits(device)), tiles[-1])
